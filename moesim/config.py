@@ -1,0 +1,278 @@
+"""Owns strict YAML: text with positions to a frozen pydantic spec, or an error that names file, line, field and fix.
+
+It must not know what the specs mean. Anchors and aliases, duplicate keys, several documents, YAML 1.1's hidden booleans
+(``no``, ``on``) and numbers that YAML 1.1 reads as text (``1.0e9``) are refused, because each has misled somebody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from moesim.errors import InputError, did_you_mean
+
+MAX_FILE_BYTES = 4 * 1024 * 1024  # the largest bundled YAML is below 100 kB; a spec of megabytes is a mistake or an attack
+MAX_DEPTH = 32
+
+Path_ = tuple[str | int, ...]
+S = TypeVar("S", bound="Spec")
+
+
+class Spec(BaseModel):
+    """Base of everything that comes from YAML: strict, frozen, compared by value, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            known = {f.alias or name for name, f in cls.model_fields.items()}
+            for key in data:
+                if key not in known:
+                    raise PydanticCustomError("unknown_key", "{key}|{hint}", {"key": str(key), "hint": did_you_mean(str(key), known)})
+        return data
+
+
+@dataclass(frozen=True)
+class Document:
+    """Parsed YAML: plain data, and the line of every value by its path."""
+
+    data: Any
+    source: str
+    lines: dict[Path_, str] = field(default_factory=dict)
+
+    def where(self, path: Path_) -> str:
+        """Return ``file:line`` of the deepest known part of ``path``."""
+        for n in range(len(path), -1, -1):
+            if path[:n] in self.lines:
+                return self.lines[path[:n]]
+        return self.source
+
+    def set(self, assignments: Iterable[str]) -> Document:
+        """Return a copy with ``path=value`` assignments of the command line applied (values are YAML)."""
+        data, lines = json.loads(json.dumps(self.data)), dict(self.lines)
+        for text in assignments:
+            where = f"--set {text}"
+            name, sign, value = text.partition("=")
+            if not sign or not name.strip():
+                raise InputError("--set", expected="path=value, as in cache.policy=lru", got=f'"{text}"')
+            path: Path_ = tuple(int(p) if p.isascii() and p.isdigit() and len(p) < 10 else p for p in name.strip().split("."))
+            parsed = parse_yaml(value, where, name.strip()).data if value.strip() else None
+            here = data
+            for i, part in enumerate(path[:-1]):
+                if isinstance(here, dict) and not isinstance(here.get(part), (dict, list)):
+                    here[part] = {}
+                here = _step(here, part, path[: i + 1], where)
+            if isinstance(here, list):
+                _step(here, path[-1], path, where)
+            elif not isinstance(here, dict):
+                raise InputError(name, expected="a mapping to set a key in", got=repr(here), where=where)
+            here[path[-1] if isinstance(here, list) else str(path[-1])] = parsed
+            lines = {p: w for p, w in lines.items() if p[: len(path)] != path}
+            lines[path] = where
+        return Document(data, self.source, lines)
+
+
+def _step(here: Any, part: str | int, path: Path_, where: str) -> Any:
+    try:
+        return here[part if isinstance(here, list) else str(part)]
+    except (KeyError, IndexError, TypeError):
+        raise InputError(".".join(map(str, path)), expected="a place that exists", got="none there", where=where) from None
+
+
+_LOOKS_NUMERIC = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)[eE][+-]?\d+$|[+-]?\.?inf$|nan$", re.IGNORECASE)
+_HIDDEN_BOOLEANS = {"yes", "no", "on", "off", "y", "n"}
+
+
+def _scalar(event: yaml.ScalarEvent, where: str, name: str) -> Any:
+    text = event.value
+    if event.tag is not None:
+        raise InputError(name, expected="a plain value", got=event.tag, fix="remove the tag", where=where)
+    if event.style is not None:
+        return text
+    if text.lower() in _HIDDEN_BOOLEANS:
+        raise InputError(name, expected="true or false, or quoted text", got=text, fix=f'write true, false or "{text}"', where=where)
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return text.lower() == "true"
+    if re.fullmatch(r"[+-]?[0-9]+", text):
+        if len(text) > 30:
+            raise InputError(name, expected="a number of at most 30 digits", got=f"{len(text)} digits", where=where)
+        return int(text)
+    if re.fullmatch(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)", text):
+        return float(text)
+    if _LOOKS_NUMERIC.match(text):
+        raise InputError(name, expected="a plain decimal number, or a quantity with a unit", got=text, fix="YAML 1.1 reads this as text; write the digits out", where=where)
+    return text
+
+
+def parse_yaml(text: str, source: str, name: str = "") -> Document:
+    """Parse one YAML document strictly. ``name`` is the field that the whole text is the value of, for messages.
+
+    Raises
+    ------
+    InputError
+        With ``source:line`` for syntax errors and each construct that the module docstring refuses.
+    """
+    lines: dict[Path_, str] = {}
+    stack: list[tuple[Any, Path_, Any]] = []  # container, its path, pending key (mapping only)
+    root: list[Any] = []
+    no_key = object()
+    documents = 0
+    has_lines = not source.startswith("--")
+
+    def add(value: Any, path: Path_, where: str) -> None:
+        lines[path] = where
+        if not stack:
+            root.append(value)
+        elif isinstance(stack[-1][0], list):
+            stack[-1][0].append(value)
+        else:
+            container, at, key = stack[-1]
+            container[key] = value
+            stack[-1] = (container, at, no_key)
+
+    def named(path: Path_) -> str:
+        return ".".join([*([name] if name else []), *map(str, path)]) or "value"
+
+    def next_path() -> Path_:
+        if not stack:
+            return ()
+        container, at, key = stack[-1]
+        return (*at, len(container)) if isinstance(container, list) else (*at, key)
+
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            where = f"{source}:{event.start_mark.line + 1}" if has_lines and event.start_mark is not None else source
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise InputError("YAML", expected="one document", got="a second one", fix="split the file", where=where)
+            elif isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise InputError("YAML", expected="no anchors or aliases", got="one", fix="write the value out", where=where)
+            elif isinstance(event, yaml.ScalarEvent):
+                if stack and isinstance(stack[-1][0], dict) and stack[-1][2] is no_key:
+                    key = event.value
+                    container, at, _ = stack[-1]
+                    if key in container:
+                        raise InputError(key, expected="each key once", got=f"it again (first on {lines[(*at, key)]})", fix="remove one", where=where)
+                    lines[(*at, key)] = where
+                    stack[-1] = (container, at, key)
+                else:
+                    path = next_path()
+                    add(_scalar(event, where, named(path)), path, where)
+            elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+                if event.tag is not None:
+                    raise InputError("YAML tag", expected="plain values", got=event.tag, fix="remove the tag", where=where)
+                if stack and isinstance(stack[-1][0], dict) and stack[-1][2] is no_key:
+                    raise InputError("YAML key", expected="text", got="a list or mapping", where=where)
+                if len(stack) >= MAX_DEPTH:
+                    raise InputError("YAML", expected=f"at most {MAX_DEPTH} levels", got="more", fix="flatten the file", where=where)
+                path = next_path()
+                inner: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+                add(inner, path, where)
+                stack.append((inner, path, no_key))
+            elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+                stack.pop()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}" if mark is not None and has_lines else source
+        raise InputError("YAML", expected="valid syntax", got=str(getattr(error, "problem", error) or error).replace("\n", " "), where=where) from None
+    return Document(root[0] if root else None, source, lines)
+
+
+def read_text(path: str | Path, limit: int = MAX_FILE_BYTES) -> str:
+    """Read a UTF-8 text file of at most ``limit`` bytes, or raise an InputError that names it."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if path.is_dir():
+            raise InputError("file", expected="a file", got="a folder", where=str(path))
+        if size > limit:
+            raise InputError("file", expected=f"at most {limit} bytes", got=f"{size} bytes", where=str(path))
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError("file", expected="an existing file", got="none", fix="check the path", where=str(path)) from None
+    except UnicodeDecodeError:
+        raise InputError("file", expected="UTF-8 text", got="other bytes", where=str(path)) from None
+    except OSError as error:
+        raise InputError("file", expected="a readable file", got=error.strerror or str(error), where=str(path)) from None
+
+
+def read_yaml(path: str | Path) -> Document:
+    """Read and parse a YAML file strictly; see ``parse_yaml``."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def build(spec: type[S], document: Document) -> S:
+    """Validate a document against a spec.
+
+    Raises
+    ------
+    InputError
+        The first problem, with ``file:line``, field, expected, got and fix; further problems are counted.
+    """
+    if not isinstance(document.data, dict):
+        raise InputError("document", expected=f"a mapping of {', '.join(list(spec.model_fields)[:6])}, ...", got=_show(document.data), where=document.where(()))
+    try:
+        return spec.model_validate(document.data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        first, more = problems[0], len(problems) - 1
+        failure = _to_input_error(dict(first), document)
+        if more:
+            failure = InputError(failure.what, expected=failure.expected, got=failure.got, where=failure.where, fix=(failure.fix + " " if failure.fix else "") + f"(and {more} more)")
+        raise failure from None
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return "nothing" if value is None else text if len(text) <= 80 else text[:77] + "..."
+
+
+def _to_input_error(problem: dict[str, Any], document: Document) -> InputError:
+    loc: Path_ = tuple(problem["loc"])
+    # pydantic adds the names of union branches to the path; they are no keys of the file
+    path: list[str | int] = []
+    here = document.data
+    for part in loc:
+        inside = part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int) and part < len(here)
+        if inside:
+            here = here[part]
+            path.append(part)
+        elif problem["type"] == "missing" and part == loc[-1]:
+            path.append(part)
+    name = ".".join(map(str, path)) or "document"
+    where = document.where(tuple(path))
+    kind, message, got = problem["type"], str(problem["msg"]), _show(problem.get("input"))
+    if kind == "unknown_key":
+        key, hint = message.split("|", 1)
+        at = (*path, key)
+        return InputError(".".join(map(str, at)), expected="a known key", got=f'"{key}"', fix=hint, where=document.where(at))
+    if kind == "quantity":
+        expected, got, fix = message.split("|", 2)
+        return InputError(name, expected=expected, got=got, fix=fix, where=where)
+    if kind == "missing":
+        return InputError(name, expected="a value", got="none", fix=f'add "{path[-1] if path else loc[-1]}"', where=where)
+    if kind == "literal_error":
+        expected = str(problem.get("ctx", {}).get("expected", ""))
+        return InputError(name, expected=f"one of {expected}", got=got, fix=did_you_mean(str(problem.get("input")), re.findall(r"'([^']*)'", expected)).split("known:")[0].strip(), where=where)
+    message = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    return InputError(name, expected=message, got=got, where=where)
+
+
+def content_hash(spec: BaseModel | Mapping[str, Any]) -> str:
+    """Return the SHA-256 (16 hex digits) of a spec's canonical JSON: the identity used in provenance."""
+    data = spec.model_dump(mode="json") if isinstance(spec, BaseModel) else spec
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()[:16]

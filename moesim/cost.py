@@ -1,0 +1,157 @@
+"""Owns what work costs on a machine: fixed latency, flow volume, own rate cap and channel shares of every task.
+
+It must not know schedules beyond their ``Work`` rows, nor any policy. Equations (DESIGN.md section 4; roofline after
+Williams, Waterman and Patterson, CACM 2009):
+
+- device:  latency = kernels * launch (at most ``kernels_per_task`` where a task is one graph);  V = bytes touched;  cap = min(memory_efficiency * channel, V / (flops / effective peak),
+  dequantisation rate).  Without bytes the flops are part of the fixed latency.
+- link:    latency = operations * latency;  V = payload;  cap = efficiency * channel; it also draws on both tiers.
+- storage: n = requests;  latency = ceil(n / depth) * latency;  V = payload;  cap = curve(request size, depth) net of that latency, so
+  that a read alone attains exactly what the curve says and latency is not counted twice (timing rule 5).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesim.errors import InputError, did_you_mean
+from moesim.hardware import HardwareProfile
+from moesim.schedule import Fragment, Work
+from moesim.sharing import ceil_ps
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs of the tasks of one fragment: (N,) per task, (W, C) per work row and channel."""
+
+    channels: tuple[str, ...]
+    capacity: NDArray[np.float64]  # (C,) channel units per second
+    latency_ps: NDArray[np.int64]  # (N,)
+    volume: NDArray[np.float64]  # (N,) 0: the task ends after its latency
+    cap: NDArray[np.float64]  # (N,) volume units per second
+    shares: NDArray[np.float64]  # (W, C) channel units per volume unit
+
+    def alone_ps(self, work: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return how long each task would take with every channel to itself, (N,)."""
+        with np.errstate(divide="ignore"):
+            limit = np.where(self.shares > 0, self.capacity / self.shares, np.inf).min(axis=1, initial=np.inf)
+        rate = np.minimum(self.cap, limit[work])
+        flow = np.array([ceil_ps(v / r) if v > 0 else 0 for v, r in zip(self.volume.tolist(), rate.tolist(), strict=True)], np.int64)
+        return self.latency_ps + flow
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Cost of one Work: seconds, volume units, volume units/s, channel units per volume unit."""
+
+    latency_s: float
+    volume: float
+    cap: float
+    shares: tuple[float, ...]
+
+
+class CostModel:
+    """Prices works on one machine.
+
+    Parameters
+    ----------
+    hardware : HardwareProfile
+        The machine, already derated for the run (claim B1).
+    jitter : float
+        Relative spread of task times: each task is slowed by exp(|N(0, jitter)|), drawn from ``rng`` in task order.
+    rng : numpy Generator, optional
+        Required where ``jitter`` is positive.
+    """
+
+    def __init__(self, hardware: HardwareProfile, jitter: float = 0.0, rng: np.random.Generator | None = None) -> None:
+        if jitter > 0 and rng is None:
+            raise InputError("jitter", expected="a random generator beside it", got="none")
+        self.hardware, self.jitter, self.rng = hardware, jitter, rng
+        capacities = hardware.channel_capacities()
+        self.channels = tuple(capacities)
+        self._row = {name: i for i, name in enumerate(self.channels)}
+        self.capacity = np.array(list(capacities.values()), np.float64)
+        self._prices: dict[Work, Price] = {}
+
+    def price(self, work: Work) -> Price:
+        """Return the cost of one work; equal works are priced once."""
+        found = self._prices.get(work)
+        if found is None:
+            hw = self.hardware
+            if work.resource in hw.devices:
+                found = self._device(work)
+            elif work.resource in hw.links:
+                found = self._link(work)
+            elif work.resource in hw.storage:
+                found = self._storage(work)
+            else:
+                known = [*hw.devices, *hw.links, *hw.storage]
+                raise InputError(f"resource of hardware {hw.name}", expected="one it has", got=f'"{work.resource}"', fix=did_you_mean(work.resource, known))
+            self._prices[work] = found
+        return found
+
+    def costs(self, fragment: Fragment) -> Costs:
+        """Return the costs of a fragment's tasks."""
+        prices = [self.price(w) for w in fragment.works]
+        rows = fragment.work
+        factor = np.ones(len(rows))
+        if self.jitter > 0 and self.rng is not None:
+            factor = np.exp(np.abs(self.rng.normal(0.0, self.jitter, len(rows))))
+        latency_s = np.array([p.latency_s for p in prices])[rows] * factor
+        return Costs(
+            self.channels,
+            self.capacity,
+            np.array([ceil_ps(x) for x in latency_s.tolist()], np.int64),
+            np.array([p.volume for p in prices])[rows],
+            np.array([p.cap for p in prices])[rows] / factor,
+            np.array([p.shares for p in prices], np.float64).reshape(len(prices), len(self.channels)),
+        )
+
+    def _shares(self, *channels: str) -> tuple[float, ...]:
+        shares = [0.0] * len(self.channels)
+        for name in channels:
+            shares[self._row[name]] += 1.0
+        return tuple(shares)
+
+    def _channel(self, tier: str) -> str:
+        return self.hardware.tiers[tier].channel
+
+    def _device(self, work: Work) -> Price:
+        device = self.hardware.devices[work.resource]
+        flops_per_s = device.effective_flops_per_s(work.compute) if work.flops > 0 else math.inf
+        kernels = min(work.kernels, device.kernels_per_task.value) if device.kernels_per_task is not None else work.kernels
+        latency = kernels * device.launch.value + work.overhead_s
+        flops = work.flops
+        if device.batch_bucket and work.tokens:  # static shapes: rows are padded to the bucket (DESIGN.md section 4, NPU limits)
+            flops *= math.ceil(work.tokens / device.batch_bucket) * device.batch_bucket / work.tokens
+        volume = float(work.weight_bytes + work.state_bytes)
+        if volume == 0.0:
+            return Price(latency + flops / flops_per_s, 0.0, math.inf, self._shares())
+        cap = self.hardware.stream_cap(work.resource)
+        if flops > 0:
+            cap = min(cap, volume / (flops / flops_per_s))
+        if device.dequant_bytes_per_s is not None and work.weight_bytes:
+            cap = min(cap, device.dequant_bytes_per_s.value * volume / work.weight_bytes)
+        return Price(latency, volume, cap, self._shares(self._channel(device.tier)))
+
+    def _link(self, work: Work) -> Price:
+        link = self.hardware.links[work.resource]
+        pinned = work.mode != "pageable"
+        operations = max(work.operations, 1)
+        cap = self.hardware.link_flow_cap(work.resource, work.transfer_bytes / operations, pinned=pinned)
+        shares = self._shares(link.channel, self._channel(link.source), self._channel(link.target))
+        return Price(operations * link.latency.value, float(work.transfer_bytes), cap, shares)
+
+    def _storage(self, work: Work) -> Price:
+        disk = self.hardware.storage[work.resource]
+        engine, _, region = work.mode.partition("+")
+        extent = work.transfer_bytes / max(work.operations, 1)
+        request = min(float(work.request_bytes), extent) if work.request_bytes else extent
+        cap = self.hardware.read_flow_cap(work.resource, request, work.depth, engine=engine or "direct", fast=region == "fast")
+        rounds = math.ceil(math.ceil(work.transfer_bytes / disk.request_bytes(request, engine or "direct")) / max(work.depth, 1))
+        memory = next(t for t in ("ram", "unified") if t in self.hardware.tiers)
+        return Price(rounds * disk.latency.value, float(work.transfer_bytes), cap, self._shares(self._channel(disk.tier), self._channel(memory)))

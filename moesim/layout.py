@@ -1,0 +1,352 @@
+"""Owns the layout: which device runs each part, which tier holds it, how large each expert pool is, and the ledger of it all.
+
+A layout is a scenario with every "as many as fit" decided. It knows the shape of the workload (tokens per step, context)
+but no trace: which experts a pool holds is decided by the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from moesim.errors import InputError, did_you_mean
+from moesim.hardware import HardwareProfile, kind
+from moesim.ledger import Capacity, Ledger, Line, blocks, largest, spread
+from moesim.model import ModelSpec
+from moesim.precision import PrecisionPlan, resolve_layers
+from moesim.scenario import Pool, Scenario
+from moesim.units import parse_bytes
+
+_PARTS_WITH_ATTENTION = ("attention", "router", "norms", "dense_ffn")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Experts of one tier. ``layers`` are the MoE layers whose experts it may hold, ``counts`` how many of each."""
+
+    tier: str
+    spec: Pool
+    layers: tuple[int, ...]
+    counts: tuple[int, ...]
+    bytes: int
+    transient_slots: int
+    transient_bytes: int
+
+
+class Layout:
+    """A scenario's parts on a machine.
+
+    Parameters
+    ----------
+    scenario : Scenario
+    model : ModelSpec
+    plan : PrecisionPlan
+    hardware : HardwareProfile
+        Already derated.
+
+    Raises
+    ------
+    InputError
+        If the scenario names a device, tier or layer that does not exist, or combines switches that exclude each other.
+    """
+
+    def __init__(self, scenario: Scenario, model: ModelSpec, plan: PrecisionPlan, hardware: HardwareProfile) -> None:
+        self.scenario, self.model, self.plan, self.hardware = scenario, model, plan, hardware
+        placement = scenario.placement
+        attention = placement.attention or ("gpu" if "gpu" in hardware.devices else "cpu")
+        experts = placement.experts or attention
+        for field, device in (("attention", attention), ("experts", experts)):
+            self._device(device, f"placement.{field}")
+        n = model.n_layers
+        self.attention_device = [attention] * n
+        self.shared_device = [attention] * n
+        self.expert_device = [experts] * n
+        tables = {"attention": self.attention_device, "shared_expert": self.shared_device, "routed_experts": self.expert_device}
+        for i, rule in enumerate(placement.layers):
+            self._device(rule.device, f"placement.layers.{i}.device")
+            for layer in resolve_layers(rule.layers if isinstance(rule.layers, str) else tuple(rule.layers), n):
+                tables[rule.part][layer] = rule.device
+                if rule.part == "attention":
+                    self.shared_device[layer] = rule.device
+        self.head_device = attention
+        self.moe_layers = model.moe_layers
+        self.expert_bytes = [model.expert_bytes(plan, layer) for layer in range(n)]
+        self.in_place = placement.site == "in-place"
+        if self.in_place and "cpu" not in hardware.devices:
+            raise InputError("placement.site", expected='"fetch" on a machine without a CPU device', got='"in-place"')
+        for part in ("embeddings", "lookup"):
+            tier = getattr(placement, part)
+            if tier and tier not in hardware.tiers:
+                raise InputError(f"placement.{part}", expected="a tier of the machine", got=f'"{tier}"', fix=did_you_mean(tier, hardware.tiers))
+        self._check_formats()
+        work = scenario.workload
+        self.most_tokens = work.batch * max(min(work.prefill_chunk, work.prompt_tokens), 1)
+        self.context_tokens = scenario.memory.context_tokens or (work.cached_tokens + work.prompt_tokens + work.output_tokens)
+        self.pools: dict[str, PoolPlan] = {}
+        self._plan_pools()
+
+    def _device(self, name: str, field: str) -> None:
+        if name not in self.hardware.devices:
+            fix = did_you_mean(name, self.hardware.devices)
+            raise InputError(field, expected=f"a device of {self.hardware.name}", got=f'"{name}"', fix=fix)
+
+    def _check_formats(self) -> None:
+        for part, devices in (("attention", self.attention_device), ("routed_experts", self.expert_device)):
+            for layer in self.moe_layers or range(self.model.n_layers):
+                compute = self.plan.format(part, layer).compute
+                device = self.hardware.devices[devices[layer]]
+                if device.compute_format(compute) is None:
+                    raise InputError(f"precision.{part}", expected=f"a format whose arithmetic ({compute}) the {devices[layer]} of {self.hardware.name} can do",
+                                     got=self.plan.format(part, layer).name, fix="choose another format or another device")  # fmt: skip
+
+    # ---- tiers
+
+    def tier_of(self, device: str) -> str:
+        """Return the tier that a device computes from."""
+        return self.hardware.devices[device].tier
+
+    @cached_property
+    def main_tier(self) -> str:
+        """RAM, or the unified memory."""
+        return next(t for t in self.hardware.tiers if kind(t) in ("ram", "unified"))
+
+    @cached_property
+    def disk(self) -> str:
+        """The storage device that holds the model file, or empty where the machine has none."""
+        return next(iter(self.hardware.storage), "")
+
+    def chain(self, device: str) -> tuple[str, ...]:
+        """Return the memory tiers through which an expert reaches a device, nearest first, storage left out."""
+        top = self.tier_of(device)
+        return (top,) if top == self.main_tier else (top, self.main_tier)
+
+    def _layers_on(self, tier: str) -> tuple[int, ...]:
+        """MoE layers whose experts pass through a tier."""
+        out = []
+        for layer in self.moe_layers:
+            tiers = self.chain(self.expert_device[layer])
+            if tier in tiers:
+                out.append(layer)
+        return tuple(out)
+
+    def link(self, source: str, target: str) -> str:
+        """Return the link between two tiers."""
+        for name, link in self.hardware.links.items():
+            if (link.source, link.target) == (source, target):
+                return name
+        raise InputError(f"hardware {self.hardware.name}", expected=f"a link from {source} to {target}", got=", ".join(self.hardware.links) or "no links")
+
+    # ---- pools
+
+    def _plan_pools(self) -> None:
+        """Decide pool sizes, nearest tier first: what a static upper pool holds need not lie in the tier below."""
+        stated = self.scenario.placement.pools
+        for tier in stated:
+            if tier not in self.hardware.tiers:
+                fix = did_you_mean(tier, self.hardware.tiers)
+                raise InputError(f"placement.pools.{tier}", expected=f"a tier of {self.hardware.name}", got=f'"{tier}"', fix=fix)
+        tops = dict.fromkeys(self.tier_of(self.expert_device[layer]) for layer in self.moe_layers)
+        order = [*(t for t in tops if t != self.main_tier), self.main_tier]
+        above: dict[int, int] = {}  # layer -> experts that an upper static pool keeps for good
+        for tier in order:
+            layers = self._layers_on(tier)
+            if not layers:
+                continue
+            spec = stated.get(tier, Pool())  # type: ignore[call-overload]
+            self.pools[tier] = self._pool(tier, spec, layers, [self.model.n_experts - above.get(layer, 0) for layer in layers])
+            if spec.policy == "static" and not spec.refresh_tokens:
+                above.update(zip(layers, self.pools[tier].counts, strict=True))
+
+    def _pool(self, tier: str, spec: Pool, layers: tuple[int, ...], most: list[int]) -> PoolPlan:
+        sizes = [self.expert_bytes[layer] for layer in layers]
+        everything = sum(m * s for m, s in zip(most, sizes, strict=True))
+        where = f"placement.pools.{tier}"
+        slots, transient = self._transient(tier, spec, sizes, hold_all=spec.hold == "all")
+        counts: list[int]
+        hold = spec.hold
+        if isinstance(hold, bool) or isinstance(hold, int) and hold < 0:
+            raise InputError(f"{where}.hold", expected="a number of experts per layer of at least 0", got=str(hold))
+        if isinstance(hold, int):
+            if hold > self.model.n_experts:
+                raise InputError(f"{where}.hold", expected=f"at most {self.model.n_experts} experts per layer", got=str(hold))
+            counts = [min(hold, m) for m in most]
+        elif hold in ("all", "none"):
+            counts = most if hold == "all" else [0] * len(most)
+        else:
+            if hold == "fit":
+                budget = Ledger(tuple(self._lines(self.context_tokens)), self.capacities).left_bytes(tier)
+                if budget >= everything:
+                    transient = slots = 0
+                budget -= transient
+            elif hold.endswith("%"):
+                try:
+                    budget = int(everything * float(hold[:-1]) / 100)
+                except ValueError:
+                    raise InputError(f"{where}.hold", expected='a share such as "50 %"', got=f'"{hold}"') from None
+            else:
+                try:
+                    budget = parse_bytes(hold)
+                except InputError as error:
+                    expected = 'all, fit, none, experts per layer, a share such as "50 %" or a size such as "4.8 GB"'
+                    raise InputError(f"{where}.hold", expected=expected, got=f'"{hold}"', fix=error.fix) from None
+            budget = max(min(budget, everything), 0)
+            per_layer = spread(budget, sizes, self.model.n_experts)
+            counts = [min(c, m) for c, m in zip(per_layer, most, strict=True)]
+        if all(c == m for c, m in zip(counts, most, strict=True)):
+            transient = slots = 0
+        elif spec.policy != "static" and sum(counts) == 0:
+            raise InputError(f"{where}.hold", expected=f"room for at least one expert under {spec.policy}", got=str(hold), fix="hold more, or use policy static")
+        if not self.disk and tier == self.main_tier and any(c < m for c, m in zip(counts, most, strict=True)):
+            raise InputError(f"{where}.hold", expected="all experts, as the machine has no storage", got=str(hold))
+        used = sum(c * s for c, s in zip(counts, sizes, strict=True))
+        return PoolPlan(tier, spec, layers, tuple(counts), used, slots, transient)
+
+    def _transient(self, tier: str, spec: Pool, sizes: Sequence[int], hold_all: bool) -> tuple[int, int]:
+        """Slots for misses of a pool that does not admit them, and for prefetches into it."""
+        if hold_all or spec.policy != "static" or self.in_place and tier != self.main_tier:
+            return 0, 0
+        prefetch = self.scenario.prefetch
+        into_buffers = prefetch.on and prefetch.into == "buffers"
+        if into_buffers and any(tier == self.tier_of(self.expert_device[x]) for x in self.moe_layers):
+            return 0, 0
+        ahead = prefetch.distance if prefetch.on else 0
+        slots = spec.transient_slots or min(self.model.top_k * (1 + ahead), self.model.n_experts)
+        return slots, slots * max(sizes)
+
+    # ---- ledger
+
+    @cached_property
+    def capacities(self) -> dict[str, Capacity]:
+        """Capacities of the memory tiers (storage is no line of the ledger)."""
+        return {n: Capacity(t.capacity.value, t.reserved.value) for n, t in self.hardware.tiers.items() if kind(n) != "ssd"}
+
+    @cached_property
+    def kv_tiers(self) -> tuple[str, ...]:
+        """Tiers that hold a KV cache: those of the attention devices."""
+        return tuple(dict.fromkeys(self.tier_of(device) for device in self.attention_device))
+
+    def kv_bytes(self, tier: str, context_tokens: int) -> int:
+        """Bytes of the KV cache (and recurrent state) of all sequences in one tier at a context."""
+        memory = self.scenario.memory
+        tokens = blocks(context_tokens, memory.kv_block_tokens) if memory.kv == "paged" else context_tokens
+        total = 0
+        for layer in range(self.model.n_layers):
+            if self.tier_of(self.attention_device[layer]) == tier:
+                per_token = self.model.kv_bytes_per_token(self.plan, layer, memory.mla_compressed)
+                total += self.model.kv_tokens(layer, tokens) * per_token + self.model.state_bytes(self.plan, layer)
+        return total * self.scenario.workload.batch
+
+    @property
+    def layer_set(self) -> int:
+        """Experts that a decode step may use in one layer: what a layer-set buffer holds."""
+        return min(self.model.n_experts, self.model.top_k * self.scenario.workload.batch)
+
+    def buffer_lines(self) -> list[Line]:
+        """Prefetch buffers and hand-over queues."""
+        out = []
+        prefetch, pipeline = self.scenario.prefetch, self.scenario.pipeline
+        if prefetch.on and prefetch.into == "buffers" and self.moe_layers:
+            size = prefetch.buffers * self.layer_set * max(self.expert_bytes)
+            tier = self.tier_of(self.expert_device[self.moe_layers[0]])
+            out.append(Line("prefetch buffers", tier, "buffers", size, note=f"{prefetch.buffers} layer-sets of {self.layer_set} experts"))
+        crossing = [x for x in self.moe_layers if self.attention_device[x] != self.expert_device[x]]
+        if crossing:
+            tier = self.tier_of(self.expert_device[crossing[0]])
+            tokens = -(-self.most_tokens // pipeline.micro_batches)
+            size = 2 * pipeline.queue_depth * tokens * self.model.hidden_size * 2
+            out.append(Line("hand-over queues", tier, "buffers", size, note=f"2 queues of {pipeline.queue_depth} items of {tokens} hidden states"))
+        return out
+
+    def _lines(self, context_tokens: int) -> list[Line]:
+        """All lines at a context, in the order in which memory is asked for; pools that are decided already among them."""
+        model, plan, memory = self.model, self.plan, self.scenario.memory
+        out: list[Line] = []
+
+        def add(name: str, tier: str, pool: str, size: int, basis: str = "spec", note: str = "") -> None:
+            if size:
+                out.append(Line(name, tier, pool, size, basis, note))
+
+        first = self.tier_of(self.attention_device[0])
+        label = {"attention": "shared part"} if model.declared is not None else {}
+        sizes: dict[tuple[str, str], int] = {}
+        for layer in range(model.n_layers):
+            for part in _PARTS_WITH_ATTENTION:
+                where = (label.get(part, part), self.tier_of(self.attention_device[layer]))
+                sizes[where] = sizes.get(where, 0) + model.part_bytes(plan, part, layer)
+            where = ("shared expert", self.tier_of(self.shared_device[layer]))
+            sizes[where] = sizes.get(where, 0) + model.part_bytes(plan, "shared_expert", layer)
+        for (part, tier), size in sizes.items():
+            add(f"weights: {part}", tier, "weights", size)
+        outside = sum(model.part_bytes(plan, part, -1) for part in _PARTS_WITH_ATTENTION)
+        add("weights: outside layers", first, "weights", outside)
+        add("weights: embeddings", self.scenario.placement.embeddings or first, "weights", model.part_bytes(plan, "embeddings", -1))
+        add("weights: head", self.tier_of(self.head_device), "weights", model.part_bytes(plan, "head", -1))
+        add("weights: lookup", self.scenario.placement.lookup or first, "weights", model.part_bytes(plan, "lookup"))
+        add("weights: vision", first, "weights", model.part_bytes(plan, "vision"))
+        for tier, pool in self.pools.items():
+            note = f"{_span(pool.counts)} of {model.n_experts} experts per layer, {pool.spec.policy}"
+            add("routed experts", tier, "experts", pool.bytes, note=note)
+            add("transient slots", tier, "buffers", pool.transient_bytes, note=f"{pool.transient_slots} slots for experts that pass through")
+        for tier in self.kv_tiers:
+            add("KV cache", tier, "kv", *self._kv_line(tier, context_tokens))
+        out += self.buffer_lines()
+        workspace, basis, note = memory.workspace, "assumed", "stated by the scenario"
+        if workspace is None:
+            workspace = self.most_tokens * (model.vocab_size + 2 * model.hidden_size) * 4
+            basis, note = "reported", "tokens of a step x (vocabulary + 2 hidden) x 4 B, the compute buffer of llama.cpp"
+        add("workspace", first, "workspace", workspace, basis, note)
+        add("runtime", first, "runtime", memory.runtime, "assumed", "stated by the scenario")
+        return out
+
+    def _kv_line(self, tier: str, context_tokens: int) -> tuple[int, str, str]:
+        """Bytes, basis and note of a tier's KV cache."""
+        memory, work = self.scenario.memory, self.scenario.workload
+        if memory.kv_bytes is not None:
+            return memory.kv_bytes // len(self.kv_tiers), "assumed", "allowance stated by the scenario"
+        if memory.kv_from_experts:
+            return self.kv_bytes(tier, work.cached_tokens), "spec", f"{work.cached_tokens} tokens x {work.batch} at the start; grows into the expert pool"
+        return self.kv_bytes(tier, context_tokens), "spec", f"{context_tokens} tokens x {work.batch}, {memory.kv}"
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The plan at its worst: every pool full, the KV cache at the planned context."""
+        return Ledger(tuple(self._lines(self.context_tokens)), self.capacities)
+
+    @cached_property
+    def line_names(self) -> tuple[str, ...]:
+        """Names of the ledger's lines, each once."""
+        return tuple(dict.fromkeys([*(line.name for line in self.ledger.lines), "routed experts", "KV cache", "hand-over queues"]))
+
+    def fixed_bytes(self, tier: str) -> int:
+        """Bytes of a tier that do not depend on the context: all but the KV cache."""
+        return sum(line.bytes for line in self.ledger.lines if line.tier == tier and line.pool != "kv")
+
+    @cached_property
+    def max_context_tokens(self) -> int:
+        """The largest context at which everything else still fits; -1 if none does. A stated KV allowance counts as what it is: room."""
+
+        def fits(context: int) -> bool:
+            for tier, capacity in self.capacities.items():
+                experts = sum(x.bytes for x in self.ledger.lines if x.tier == tier and x.pool == "experts") if self.scenario.memory.kv_from_experts else 0
+                if self.fixed_bytes(tier) - experts + self.kv_bytes(tier, context) > capacity.usable_bytes:
+                    return False
+            return True
+
+        return largest(fits)
+
+    @cached_property
+    def kv_allowance_tokens(self) -> int | None:
+        """The context that a stated KV allowance lasts for, or None where none is stated."""
+        allowance = self.scenario.memory.kv_bytes
+        if allowance is None:
+            return None
+        return largest(lambda context: all(self.kv_bytes(t, context) <= allowance // len(self.kv_tiers) for t in self.kv_tiers))
+
+    def __repr__(self) -> str:
+        return f"Layout({self.model.name} on {self.hardware.name}, {'fits' if self.ledger.fits else 'does not fit'})"
+
+
+def _span(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"

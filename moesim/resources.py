@@ -1,0 +1,50 @@
+"""Owns where bundled data lies: models, hardware profiles, traces, scenarios; the same in a wheel and in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moesim.errors import InputError, did_you_mean
+
+_PACKAGE = Path(__file__).resolve().parent
+_SUFFIXES = {"models": (".yaml",), "hardware_profiles": (".yaml",), "scenarios": (".yaml",), "traces": (".npz",), "precision": (".yaml",)}
+
+
+def folder(kind: str) -> Path:
+    """Return the folder of one kind of bundled data: beside the package in a checkout, inside it in a wheel."""
+    inside = _PACKAGE / kind
+    return inside if inside.is_dir() else _PACKAGE.parent / kind
+
+
+def names(kind: str) -> dict[str, Path]:
+    """Return ``{name: path}`` of the bundled data of one kind, sorted by name."""
+    found = [p for p in folder(kind).rglob("*") if p.suffix in _SUFFIXES[kind] and p.is_file()]
+    return {p.stem: p for p in sorted(found, key=lambda p: (p.stem, str(p)))}
+
+
+def find(kind: str, name: str, *, base: Path | None = None, where: str = "") -> Path:
+    """Return the path of ``name``: a file (relative to ``base`` too), or bundled data of that kind.
+
+    Raises
+    ------
+    InputError
+        If there is neither, with the names that exist.
+    """
+    candidates = [Path(name)] + ([base / name] if base else [])
+    found = [candidate for candidate in candidates if _exists(candidate)]
+    for candidate in found:
+        if candidate.is_file():
+            return candidate
+    known = names(kind)
+    if name in known:
+        return known[name]
+    what, got = kind.rstrip("s").replace("_", " "), f'"{name}"' + (", a folder" if any(c.is_dir() for c in found) else "")
+    raise InputError(what, expected="a bundled name or a file", got=got, fix=did_you_mean(name, known), where=where)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at a path; a name that is too long or not allowed is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False

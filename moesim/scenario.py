@@ -1,0 +1,205 @@
+"""Owns the scenario file: which model runs how on which machine, as strict data. It decides nothing.
+
+Every switch of a run is here (claim W1) and can be set from the command line as ``--set path=value``. What the switches
+mean for bytes is ``layout.py``'s business, what they mean for the order of work ``planner.py``'s.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from moesim import config, resources
+from moesim.config import Document, Spec
+from moesim.units import Bytes, Seconds
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Layers = str | list[int]  # "0-3,30" or a list
+
+
+class TraceUse(Spec):
+    """Where the routing comes from, and how it may be adapted to the model; every adaptation goes into provenance."""
+
+    source: str = ""  # bundled name or .npz
+    generate: Literal["", "uniform", "zipf", "popularity"] = ""
+    zipf_exponent: Annotated[float, Field(ge=0, le=4)] = 1.0
+    counts: str = ""  # for popularity: a .csv of selections per (layer, expert) or an .npz whose popularity is taken
+    counts_model: str = ""  # the model's name in that .csv
+    layers: Literal["exact", "tile"] = "exact"
+    top_k: Literal["exact", "truncate"] = "exact"
+    sequences: Literal["exact", "chain", "repeat"] = "exact"  # chain: an answer may go on in the next sequence; repeat: and start over
+    prefill: Literal["exact", "decode"] = "exact"  # decode: prompts are routed by decode rows, where a trace has no prompts
+    train_fraction: Share = 0.5  # sequences that predictors and static placement learn from; the run uses the others
+
+    @model_validator(mode="after")
+    def _check(self) -> TraceUse:
+        if bool(self.source) == bool(self.generate):
+            raise _problem("either a source or generate", f'source "{self.source}" and generate "{self.generate}"', "name one of the two")
+        if self.generate == "popularity" and not self.counts:
+            raise _problem("counts beside generate: popularity", "none", "name a .csv of counts or an .npz")
+        return self
+
+
+class Workload(Spec):
+    """Sequences in lockstep: a prompt in chunks, then tokens one by one."""
+
+    prompt_tokens: Natural = 0
+    output_tokens: Natural = 128
+    batch: Count = 1
+    prefill_chunk: Count = 512
+    cached_tokens: Natural = 0  # context that is in the KV cache before the run starts
+
+    @model_validator(mode="after")
+    def _check(self) -> Workload:
+        if self.prompt_tokens == 0 and self.output_tokens == 0:
+            raise _problem("prompt_tokens or output_tokens above 0", "both 0", "give the run something to do")
+        return self
+
+
+class MemoryPlan(Spec):
+    """What memory is reserved for besides weights."""
+
+    context_tokens: Natural = 0  # the context the plan must hold; 0: what the workload reaches
+    kv: Literal["maximum", "live", "paged"] = "maximum"
+    kv_block_tokens: Count = 16
+    kv_bytes: Bytes | None = None  # a fixed allowance instead of the computed size
+    kv_from_experts: bool = False  # a growing KV cache takes its bytes from the expert pool (claim M5)
+    mla_compressed: bool = True  # false: the runtime keeps uncompressed K and V of latent attention
+    workspace: Bytes | None = None  # activations and scratch; null: computed
+    runtime: Bytes = 0
+    arena: Literal["grown", "maximum"] = "grown"  # maximum: pools take their full size at the start (claim M6)
+
+
+class Pool(Spec):
+    """Experts that a tier holds, and who leaves when another must enter."""
+
+    hold: str | int = "fit"  # all | fit | none | experts per layer | "50 %" | "4.8 GB"
+    policy: Literal["static", "lru", "lfu", "belady"] = "static"
+    scope: Literal["layer", "global"] = "layer"
+    refresh_tokens: Natural = 0  # static: choose the hottest anew every n tokens of the run
+    transient_slots: Natural = 0  # room for misses of a static pool; 0: one layer-set of a token (top_k)
+    warm: bool = False  # lru, lfu, belady: start filled with the hottest of the training part, not empty
+    inclusive: bool = True  # ram under vram: an expert in vram keeps its place in ram
+
+
+class LayerRule(Spec):
+    """An exception to where a part of some layers lies or runs (claim W1)."""
+
+    layers: Layers
+    part: Literal["attention", "routed_experts", "shared_expert"] = "routed_experts"
+    device: str
+
+
+class Placement(Spec):
+    """Which device runs what, and which tiers hold the routed experts."""
+
+    attention: str = ""  # device; empty: gpu, or cpu where there is none
+    experts: str = ""  # device of the expert FFNs; empty: as attention
+    site: Literal["fetch", "in-place"] = "fetch"  # in-place: an expert that is not in the device's memory is computed by the CPU
+    embeddings: str = ""  # tier of the input embedding; empty: that of attention
+    lookup: str = ""  # tier of large lookup tables (claim T5); empty: that of attention
+    layers: list[LayerRule] = []
+    pools: dict[Literal["vram", "ram", "unified"], Pool] = {}
+
+
+class Prefetch(Spec):
+    """Loads issued before they are needed. Distance 0 or predictor none: off."""
+
+    predictor: Literal["none", "oracle", "popularity", "previous", "cooccurrence"] = "none"
+    distance: Natural = 1
+    into: Literal["cache", "buffers"] = "cache"
+    buffers: Count = 2  # layer-set buffers; distance is at most buffers - 1
+
+    @property
+    def on(self) -> bool:
+        return self.predictor != "none" and self.distance > 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Prefetch:
+        if self.on and self.into == "buffers" and self.distance > self.buffers - 1:
+            fix = f"one buffer is always in use: set prefetch.buffers to {self.distance + 1}, or distance to {self.buffers - 1}"
+            raise _problem(f"distance at most buffers - 1 = {self.buffers - 1}", str(self.distance), fix)
+        return self
+
+
+class Io(Spec):
+    """How experts are read and copied."""
+
+    engine: Literal["direct", "buffered", "mmap"] = "direct"
+    layout: Literal["merged", "scattered"] = "merged"  # one aligned extent an expert, or one a matrix in small pieces (claim P5)
+    scattered_piece: Bytes = 131072  # size of a contiguous piece in a scattered file
+    request: Bytes = 1048576
+    depth: Count = 8
+    threads: Count = 1  # width of the ssd lane
+    pinned: bool = True
+    fast_map: Literal["file-order", "refreshed"] = "file-order"  # which experts lie in the drive's fast region (claim P6)
+    fast_map_refresh_tokens: Count = 64
+
+
+class Pipeline(Spec):
+    """How devices hand over to each other (claims H1 to H3)."""
+
+    hidden_states: Literal["shared", "staged"] = "shared"
+    queue_depth: Count = 2
+    micro_batches: Count = 1
+    handoff_s: Seconds = 0.0  # synchronisation at each end of a queue
+
+
+class Timing(Spec):
+    """What makes real times vary."""
+
+    jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
+
+
+class Scenario(Spec):
+    """A whole run, as its file states it."""
+
+    name: str = ""
+    description: str = ""
+    model: str
+    precision: str | dict[str, Any] = "fp16"
+    hardware: str
+    hardware_set: dict[str, Any] = {}  # figures to change: {"storage.ssd.latency": "60 us"}
+    derate: Annotated[float, Field(gt=0, le=1)] | None = None  # null: the profile's own
+    trace: TraceUse
+    workload: Workload = Workload()
+    memory: MemoryPlan = MemoryPlan()
+    placement: Placement = Placement()
+    prefetch: Prefetch = Prefetch()
+    io: Io = Io()
+    pipeline: Pipeline = Pipeline()
+    lanes: Literal["fifo", "priority"] = "fifo"  # discipline of the transfer lanes
+    granularity: Literal["expert", "matrix", "layer"] = "expert"
+    timing: Timing = Timing()
+    engine: Literal["des"] = "des"
+    seed: Natural = 0
+
+
+def _problem(expected: str, got: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("quantity", "{message}", {"message": "|".join((expected, got, fix))})
+
+
+def load_scenario(name: str | Path, assignments: tuple[str, ...] = ()) -> tuple[Scenario, Document, Path]:
+    """Load a scenario by bundled name or path, with ``path=value`` assignments applied.
+
+    Returns
+    -------
+    Scenario, Document, Path
+        The spec, where each of its values stood, and the folder that relative names refer to.
+
+    Raises
+    ------
+    InputError
+        If there is no such scenario, or it is wrong.
+    """
+    path = resources.find("scenarios", str(name))
+    document = config.read_yaml(path).set(assignments)
+    scenario = config.build(Scenario, document)
+    if not scenario.name:
+        scenario = scenario.model_copy(update={"name": path.stem})
+    return scenario, document, path.parent

@@ -1,0 +1,285 @@
+"""Owns one run from scenario to result: load what it names, lay out, plan, price, simulate, measure.
+
+The spine in one place: trace -> planner -> schedule -> engine -> timeline -> metrics. Equal inputs give equal results, byte
+for byte; nothing here reads a clock or the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesim import __version__, config, metrics, resources
+from moesim.config import Document
+from moesim.cost import CostModel, Costs
+from moesim.engines.des import DesEngine
+from moesim.errors import InputError
+from moesim.generate import from_popularity, popularity_from_counts_csv, uniform, zipf_popularity
+from moesim.hardware import HardwareProfile, assumed_figures, load_hardware
+from moesim.layout import Layout
+from moesim.model import ModelSpec
+from moesim.model_files import load_model_with_plan
+from moesim.planner import Planner
+from moesim.policies.prefetch import make_predictor, source_of
+from moesim.precision import PrecisionPlan, plan_from
+from moesim.scenario import Scenario, load_scenario
+from moesim.schedule import Fragment, Schedule
+from moesim.timeline import Timeline
+from moesim.trace import RoutingTrace, adapt_trace, load_trace
+from moesim.workload import Steps, make_steps
+
+ENGINES = {"des": DesEngine}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario with everything it names loaded and laid out, ready to plan."""
+
+    scenario: Scenario
+    model: ModelSpec
+    plan: PrecisionPlan
+    hardware: HardwareProfile
+    layout: Layout
+    document: Document
+    base: Path
+
+    @cached_property
+    def routing(self) -> Routing:
+        """The routing that the run uses; loaded when first asked for (a budget needs none)."""
+        return load_routing(self)
+
+    def planner(self) -> Planner:
+        """Return a fresh planner."""
+        routing, prefetch = self.routing, self.scenario.prefetch
+        predicted, source = None, "none"
+        if prefetch.on:
+            if prefetch.distance > len(self.layout.moe_layers):
+                raise InputError("prefetch.distance", expected=f"at most {len(self.layout.moe_layers)}, the model's MoE layers", got=str(prefetch.distance))
+            predictor = make_predictor(prefetch.predictor)
+            predictor.fit(routing.train)
+            predicted, source = predictor.predict(routing.used, prefetch.distance), source_of(prefetch.predictor)
+        return Planner(self.layout, routing.used, routing.steps, routing.popularity, predicted, source)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The trace of a run: what is learned from, what is used, and how it was adapted."""
+
+    train: RoutingTrace
+    used: RoutingTrace
+    steps: Steps
+    popularity: NDArray[np.int64]
+    source: str
+    source_hash: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave: the schedule, its timeline, and everything that follows from them."""
+
+    case: Case
+    schedule: Schedule
+    timeline: Timeline
+    tasks: metrics.Tasks | None
+    memory: metrics.Watermark | None
+    oom: dict[str, Any] | None
+    dropped_prefetches: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result in the stable shape of ``moesim run -o json``."""
+        layout = self.case.layout
+        tiers = layout.ledger.tiers()
+        for i, tier in enumerate(tiers):
+            tiers[tier]["peak_bytes"] = self.memory.peak_bytes(i) if self.memory is not None else None
+        out: dict[str, Any] = {"provenance": provenance(self.case), "memory": tiers, "oom": self.oom}
+        out["metrics"] = out["transfers"] = out["lanes"] = out["critical_path"] = None
+        if self.tasks is not None:
+            mapped = self.case.scenario.io.engine == "mmap"
+            out["metrics"] = metrics.summary(self.tasks, mapped) | {"dropped_prefetches": self.dropped_prefetches}
+            out["transfers"] = metrics.transfers(self.tasks)
+            out["lanes"] = metrics.lane_use(self.tasks)
+            out["critical_path"] = metrics.critical_shares(self.tasks)
+        return out
+
+    def __repr__(self) -> str:
+        return f"Result({self.case.scenario.name}: {self.schedule.n_tasks} tasks{', out of memory' if self.oom else ''})"
+
+
+def load_case(name: str | Path, assignments: tuple[str, ...] = ()) -> Case:
+    """Load a scenario by name or path, with ``path=value`` assignments, and everything it names.
+
+    Raises
+    ------
+    InputError
+        If anything about it is wrong; the message names file, field and fix.
+    """
+    scenario, document, base = load_scenario(name, assignments)
+    return make_case(scenario, document, base)
+
+
+def make_case(scenario: Scenario, document: Document | None = None, base: Path | None = None) -> Case:
+    """Load what a scenario names and lay it out. Errors of a part are reported at the line that chose it."""
+    document = document or Document(None, scenario.name or "scenario")
+    base = base or Path()
+
+    def at(field: str) -> str:
+        return document.where(tuple(field.split(".")))
+
+    model, own_plan = load_model_with_plan(scenario.model, base, at("model"))
+    try:
+        plan = own_plan if scenario.precision == "file" and own_plan is not None else plan_from(scenario.precision, at("precision"))
+        if scenario.precision == "file" and own_plan is None:
+            raise InputError("precision", expected='"file" only with a GGUF model', got='"file"', fix="name a format or a plan")
+        plan.check_layers(model.n_layers)
+    except InputError as error:
+        raise error.at(at("precision")) from None
+    hardware = _hardware(scenario, base, at)
+    try:
+        layout = Layout(scenario, model, plan, hardware)
+    except InputError as error:
+        raise error.at(at(error.what)) from None
+    return Case(scenario, model, plan, hardware, layout, document, base)
+
+
+def _hardware(scenario: Scenario, base: Path, at: Callable[[str], str]) -> HardwareProfile:
+    hardware = load_hardware(scenario.hardware, base, at("hardware"))
+    if scenario.hardware_set:
+        data = _overlay(hardware.model_dump(mode="json"), scenario.hardware_set)
+        hardware = config.build(HardwareProfile, Document(data, at("hardware_set")))
+    return hardware.derated(scenario.derate)
+
+
+def _overlay(data: Any, changes: Any) -> Any:
+    """Return nested data with nested changes laid over it."""
+    if isinstance(data, dict) and isinstance(changes, dict):
+        return data | {key: _overlay(data.get(key), value) for key, value in changes.items()}
+    if isinstance(data, list) and isinstance(changes, dict) and all(str(k).isdigit() and int(k) < len(data) for k in changes):
+        return [_overlay(item, changes[str(i)]) if str(i) in changes else item for i, item in enumerate(data)]
+    return changes
+
+
+def load_routing(case: Case) -> Routing:
+    """Load or generate the trace of a case, adapt it to the model, split it, and assign its rows to steps."""
+    try:
+        return _routing(case)
+    except InputError as error:
+        field = error.what.split(" ")[0]
+        raise error.at(case.document.where(tuple(field.split(".")) if "." in field else ("trace",))) from None
+
+
+def _routing(case: Case) -> Routing:
+    scenario, model, use = case.scenario, case.model, case.scenario.trace
+    n_layers, n_experts, top_k = len(case.layout.moe_layers), model.n_experts, model.top_k
+    notes: list[str] = []
+    if use.source:
+        trace = load_trace(resources.find("traces", use.source, base=case.base, where=case.document.where(("trace", "source"))))
+        name, identity = use.source, trace.hash
+        trace, adapted = adapt_trace(trace, n_layers, n_experts, top_k, layers=use.layers, slots=use.top_k)
+        notes += adapted
+    else:
+        trace, name = _generate(case, n_layers, n_experts, top_k)
+        identity = trace.hash
+        notes.append(f"generated: independent draws, {use.generate}; real routers repeat themselves more")
+    if use.train_fraction > 0:
+        train, rest = trace.split(use.train_fraction)
+    else:
+        train = rest = trace
+        if any(p.spec.policy == "static" or p.spec.warm for p in case.layout.pools.values()) or scenario.prefetch.on:
+            notes.append("placement and prediction learned from the very rows that are run (train_fraction 0)")
+    steps = make_steps(rest, scenario.workload, use)
+    notes += steps.notes
+    popularity = np.zeros((n_layers, n_experts), np.int64)
+    popularity[:, :] = train.counts() if train.n_rows else 0
+    last = int(max(steps.prompts.max(initial=0), steps.answers.max(initial=0))) + 1
+    return Routing(train, rest.slice_rows(0, last), steps, popularity, name, identity, tuple(notes))
+
+
+def _generate(case: Case, n_layers: int, n_experts: int, top_k: int) -> tuple[RoutingTrace, str]:
+    """Draw a trace that is long enough for the workload and its training part."""
+    use, work = case.scenario.trace, case.scenario.workload
+    rng = np.random.default_rng(case.scenario.seed)
+    shape = {"n_sequences": 2 * work.batch, "prefill_rows": work.prompt_tokens}
+    n_rows = 2 * work.batch * (work.prompt_tokens + work.output_tokens)
+    if use.generate == "uniform":
+        return uniform(n_rows, n_layers, n_experts, top_k, rng, **shape), "uniform"
+    if use.generate == "zipf":
+        popularity: NDArray[Any] = zipf_popularity(n_layers, n_experts, use.zipf_exponent, rng)
+        return from_popularity(popularity, top_k, n_rows, rng, **shape), f"zipf, exponent {use.zipf_exponent:g}"
+    path = resources.find("traces", use.counts, base=case.base, where=case.document.where(("trace", "counts")))
+    if path.suffix == ".npz":
+        popularity = load_trace(path).counts()
+    else:
+        popularity = popularity_from_counts_csv(path, use.counts_model)
+    if popularity.shape != (n_layers, n_experts):
+        raise InputError("trace.counts", expected=f"{n_layers} layers x {n_experts} experts", got=f"{popularity.shape[0]} x {popularity.shape[1]}")
+    return from_popularity(popularity, top_k, n_rows, rng, **shape), f"popularity of {use.counts}"
+
+
+def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> Result:
+    """Plan and simulate a case.
+
+    Parameters
+    ----------
+    case : Case
+    progress : callable, optional
+        Called with (steps done, steps in all) after each fragment.
+    """
+    planner = case.planner()
+    scenario = case.scenario
+    jitter = np.random.default_rng([scenario.seed, 1]) if scenario.timing.jitter else None
+    prices = CostModel(case.hardware, scenario.timing.jitter, jitter)
+    engine = ENGINES[scenario.engine](planner.lanes)
+    schedule = Schedule(planner.lanes, planner.tiers, planner.lines)
+    parts: list[tuple[Fragment, Costs]] = []
+    ended: list[Timeline] = []
+    done = 0
+    for fragment in planner.fragments():
+        costs = prices.costs(fragment)
+        ended.append(engine.advance(fragment, costs))
+        parts.append((fragment, costs))
+        done += len(fragment.steps)
+        if progress is not None:
+            progress(done, len(case.routing.steps))
+    ended.append(engine.finish())
+    schedule.fragments = [fragment for fragment, _ in parts]
+    timeline = Timeline.concat(ended)
+    oom = planner.out_of_memory.as_dict() if planner.out_of_memory is not None else None
+    if not parts:
+        return Result(case, schedule, timeline, None, None, oom, 0)
+    tasks = metrics.join(planner.lanes, parts, timeline)
+    memory = metrics.watermark(tasks, planner.tiers, planner.lines, planner.initial_memory())
+    return Result(case, schedule, timeline, tasks, memory, oom, planner.dropped_prefetches)
+
+
+def provenance(case: Case) -> dict[str, Any]:
+    """Return what a result was made from."""
+    scenario, routing = case.scenario, case.routing
+    resolved = {
+        "scenario": scenario.model_dump(mode="json", exclude={"name", "description", "engine"}),
+        "model": case.model.model_dump(mode="json"),
+        "plan": case.plan.model_dump(mode="json"),
+        "hardware": case.hardware.model_dump(mode="json"),
+    }
+    return {
+        "version": __version__,
+        "scenario": scenario.name,
+        "scenario_hash": config.content_hash(json.loads(json.dumps(resolved, default=str))),
+        "model": case.model.name,
+        "hardware": case.hardware.name,
+        "trace": routing.source,
+        "trace_hash": routing.source_hash,
+        "seed": scenario.seed,
+        "engine": scenario.engine,
+        "adaptations": list(routing.notes),
+        "assumed": [f"hardware: {name}" for name in assumed_figures(case.hardware)]
+        + [f"memory: {line.name} ({line.tier})" for line in case.layout.ledger.lines if line.basis == "assumed"]
+        + ["cost: kernels per task"],
+    }

@@ -1,0 +1,127 @@
+"""Owns what is asked of the model: which rows of a trace each step runs, in which phase and at which context.
+
+Sequences run in lockstep. A batch slot's prompt is routed by prefill rows, its answer by decode rows; how rows may be
+chained, repeated or borrowed is stated by the scenario and returned as provenance, never silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesim.errors import InputError
+from moesim.scenario import TraceUse, Workload
+from moesim.trace import RoutingTrace
+
+PREFILL, DECODE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass. ``rows`` (B, N) are trace rows: N new tokens of each of B sequences."""
+
+    index: int
+    phase: int
+    rows: NDArray[np.int64]
+    context: int  # tokens of each sequence in the KV cache before this step
+    emits: int  # sequences that get a token from it
+
+    @property
+    def tokens(self) -> int:
+        return int(self.rows.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """All steps of a run, as rows per slot: prompts (B, P) and answers (B, O)."""
+
+    prompts: NDArray[np.int64]
+    answers: NDArray[np.int64]
+    chunk: int
+    cached: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        chunks = -(-self.prompts.shape[1] // self.chunk)
+        return chunks + self.answers.shape[1]
+
+    def __iter__(self) -> Iterator[Step]:
+        """Yield the steps in order; the last prefill chunk yields the first token, each decode step one more."""
+        batch, n_prompt = self.prompts.shape
+        index = 0
+        for begin in range(0, n_prompt, self.chunk):
+            end = min(begin + self.chunk, n_prompt)
+            yield Step(index, PREFILL, self.prompts[:, begin:end], self.cached + begin, batch if end == n_prompt else 0)
+            index += 1
+        for token in range(self.answers.shape[1]):
+            yield Step(index, DECODE, self.answers[:, token : token + 1], self.cached + n_prompt + token, batch)
+            index += 1
+
+
+def make_steps(trace: RoutingTrace, workload: Workload, use: TraceUse) -> Steps:
+    """Assign trace rows to the steps of a workload.
+
+    With a prompt the last prefill chunk emits the first token, so ``output_tokens - 1`` decode steps follow; without one
+    every token is a decode step.
+
+    Raises
+    ------
+    InputError
+        If the trace has too few rows of a phase and the scenario does not say how to go on.
+    """
+    batch = workload.batch
+    prompts_needed = workload.prompt_tokens
+    answers_needed = max(workload.output_tokens - (1 if prompts_needed else 0), 0)
+    by_phase: dict[int, list[NDArray[np.int64]]] = {PREFILL: [], DECODE: []}
+    for start, stop in trace.sequences:
+        rows = np.arange(start, stop)
+        for phase, found in by_phase.items():
+            found.append(rows[trace.phase[start:stop] == phase])
+    notes: list[str] = []
+    prompt_phase = PREFILL
+    if prompts_needed and not any(len(r) for r in by_phase[PREFILL]):
+        if use.prefill != "decode":
+            raise InputError("trace.prefill", expected="prefill rows for the prompt", got="a trace of decode rows only",
+                             fix='set trace.prefill to "decode" to route prompts by decode rows, or workload.prompt_tokens to 0')  # fmt: skip
+        prompt_phase = DECODE
+        notes.append("prompts routed by decode rows (the trace has no prompt routing)")
+    prompts = _slots(by_phase[prompt_phase], batch, prompts_needed, use, "prompt_tokens", notes)
+    if prompt_phase == DECODE:  # answers go on where the prompts stopped
+        rest = [np.setdiff1d(r, prompts.ravel(), assume_unique=False) for r in by_phase[DECODE]]
+        answers = _slots(rest, batch, answers_needed, use, "output_tokens", notes)
+    else:
+        answers = _slots(by_phase[DECODE], batch, answers_needed, use, "output_tokens", notes)
+    return Steps(prompts, answers, workload.prefill_chunk, workload.cached_tokens, tuple(dict.fromkeys(notes)))
+
+
+def _slots(
+    sequences: list[NDArray[np.int64]], batch: int, needed: int, use: TraceUse, field: str, notes: list[str]
+) -> NDArray[np.int64]:
+    """Return (batch, needed) rows: slot i takes sequence i, and where that is too short goes on as the scenario allows."""
+    out = np.zeros((batch, needed), np.int64)
+    if needed == 0:
+        return out
+    usable = [s for s in sequences if len(s)]
+    if use.sequences == "exact":
+        long_enough = [s for s in usable if len(s) >= needed]
+        if len(long_enough) < batch:
+            longest = max((len(s) for s in usable), default=0)
+            raise InputError(f"workload.{field}", expected=f"at most {longest} tokens for {batch} sequences of the trace's evaluation part ({len(usable)} sequences)",
+                             got=str(needed), fix='set trace.sequences to "chain" or "repeat", or ask for less')  # fmt: skip
+        for i in range(batch):
+            out[i] = long_enough[i][:needed]
+        return out
+    for i in range(batch):
+        stream = np.concatenate([s for s in usable[i::batch]] or [np.zeros(0, np.int64)])
+        if len(stream) < needed and use.sequences != "repeat" or not len(stream):
+            raise InputError(f"workload.{field}", expected=f"at most {len(stream)} tokens for each of {batch} sequences", got=str(needed),
+                             fix='set trace.sequences to "repeat", or ask for less')  # fmt: skip
+        if len(stream) < needed:
+            notes.append(f"rows repeated: {needed} tokens of {field} from {len(stream)} rows of the trace")
+        elif len(usable[i]) < needed:
+            notes.append(f"{field}: rows of successive sequences chained")
+        out[i] = np.resize(stream, needed)
+    return out

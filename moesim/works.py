@@ -1,0 +1,132 @@
+"""Owns what each kind of task asks of the machine: model facts under a precision plan, as ``Work`` rows. No machine figures.
+
+Kernel counts are of unfused transformer code, one launch per matrix product plus the norms and pointwise steps between them;
+they are assumptions that a runtime description replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moesim.layout import Layout
+from moesim.schedule import Work
+
+ATTENTION_KERNELS = 8  # norm, q, k, v (or one fused), rope, cache write, scores and values, output projection, residual
+ROUTER_KERNELS = 3  # norm, product, top-k
+EXPERT_KERNELS = 3  # gate, up (with the activation fused), down
+COMBINE_KERNELS = 1
+HEAD_KERNELS = 3  # norm, product, sampling
+HIDDEN_BYTES = 2  # hidden states travel in 16 bit
+
+
+class Works:
+    """Builds works for one layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.model, self.plan = layout.model, layout.plan
+        self._granular = layout.scenario.granularity
+
+    def _hidden(self, tokens: int) -> int:
+        return tokens * self.model.hidden_size * HIDDEN_BYTES
+
+    def attention(self, layer: int, sequences: int, new_tokens: int, context: int) -> Work:
+        """Attention of ``new_tokens`` of each sequence; ``context`` counts them too."""
+        model, plan = self.model, self.plan
+        compressed = self.layout.scenario.memory.mla_compressed
+        tokens = sequences * new_tokens
+        weights = model.part_bytes(plan, "attention", layer) + model.part_bytes(plan, "norms", layer)
+        kept = model.kv_tokens(layer, context)
+        cache_bytes = sequences * (kept + new_tokens) * model.kv_bytes_per_token(plan, layer, compressed) + 2 * sequences * model.state_bytes(plan, layer)
+        flops = model.linear_flops(layer, "attention", tokens) + sequences * model.attention_flops(layer, new_tokens, context, compressed)
+        return Work(
+            self.layout.attention_device[layer], flops=flops, compute=plan.format("attention", layer).compute, weight_bytes=weights,
+            state_bytes=cache_bytes + 2 * self._hidden(tokens), kernels=ATTENTION_KERNELS, tokens=tokens,
+        )  # fmt: skip
+
+    def _part(self, device: str, part: str, layer: int, tokens: int, kernels: int) -> Work:
+        return Work(
+            device, flops=self.model.linear_flops(layer, part, tokens), compute=self.plan.format(part, layer).compute,
+            weight_bytes=self.model.part_bytes(self.plan, part, layer), state_bytes=2 * self._hidden(tokens), kernels=kernels, tokens=tokens,
+        )  # fmt: skip
+
+    def router(self, layer: int, tokens: int) -> Work:
+        return self._part(self.layout.attention_device[layer], "router", layer, tokens, ROUTER_KERNELS)
+
+    def dense_ffn(self, layer: int, tokens: int) -> Work:
+        return self._part(self.layout.attention_device[layer], "dense_ffn", layer, tokens, EXPERT_KERNELS)
+
+    def shared_expert(self, layer: int, tokens: int) -> Work | None:
+        """The shared expert of a layer, or None where it has none."""
+        if not self.model.layer_params(layer, "shared_expert"):
+            return None
+        return self._part(self.layout.shared_device[layer], "shared_expert", layer, tokens, EXPERT_KERNELS)
+
+    def combine(self, layer: int, tokens: int) -> Work:
+        """Weighted sum of the experts' outputs and the residual."""
+        size = self._hidden(tokens) * (self.model.top_k + 1)
+        return Work(self.layout.attention_device[layer], flops=float(2 * self.model.top_k * tokens * self.model.hidden_size), state_bytes=size, kernels=COMBINE_KERNELS, tokens=tokens)
+
+    def head(self, emits: int) -> Work:
+        """Logits and sampling of the sequences that get a token; without any, nothing but the end of the step."""
+        device = self.layout.head_device
+        if emits == 0:
+            return Work(device)
+        model, plan = self.model, self.plan
+        logits = emits * model.vocab_size * 4
+        return Work(
+            device, flops=model.linear_flops(-1, "head", emits), compute=plan.format("head").compute, weight_bytes=model.head_bytes(plan),
+            state_bytes=2 * logits + self._hidden(emits), kernels=HEAD_KERNELS, tokens=emits,
+        )  # fmt: skip
+
+    def expert_pieces(self, device: str, layer: int, tokens: int) -> list[Work]:
+        """One expert on some tokens: one work, or one a matrix."""
+        compute = self.plan.format("routed_experts", layer).compute
+        flops, state = self.model.expert_flops(layer, tokens), 2 * self._hidden(tokens)
+        if self._granular != "matrix":
+            return [Work(device, flops=flops, compute=compute, weight_bytes=self.layout.expert_bytes[layer], state_bytes=state, kernels=EXPERT_KERNELS, tokens=tokens)]
+        sizes = self.model.expert_matrix_bytes(self.plan, layer)
+        total = sum(sizes.values())
+        return [
+            Work(device, flops=flops * size / total, compute=compute, weight_bytes=size, state_bytes=state * size // total, kernels=1, tokens=tokens)
+            for size in sizes.values()
+        ]
+
+    def experts(self, device: str, layer: int, tokens: Sequence[int]) -> Work:
+        """A whole layer-set in one work; ``tokens`` of each expert."""
+        rows = sum(tokens)
+        return Work(
+            device, flops=self.model.expert_flops(layer, rows), compute=self.plan.format("routed_experts", layer).compute,
+            weight_bytes=len(tokens) * self.layout.expert_bytes[layer], state_bytes=2 * self._hidden(rows), kernels=EXPERT_KERNELS, tokens=rows,
+        )  # fmt: skip
+
+    def hop(self, lane: str, layer: int, experts: int, fast: bool) -> list[Work]:
+        """Move experts of one layer over a link or from storage: one work, or one a matrix."""
+        io = self.layout.scenario.io
+        sizes = list(self.model.expert_matrix_bytes(self.plan, layer).values())
+        pieces = [[size] for size in sizes] if self._granular == "matrix" else [sizes]
+        out = []
+        for group in pieces:
+            size = sum(group) * experts
+            if lane in self.layout.hardware.links:
+                out.append(Work(lane, transfer_bytes=size, operations=experts, mode="pinned" if io.pinned else "pageable"))
+                continue
+            extents = experts if io.layout == "merged" else sum(-(-s // io.scattered_piece) for s in group) * experts
+            out.append(Work(lane, transfer_bytes=size, operations=extents, request_bytes=io.request, depth=io.depth, mode=io.engine + ("+fast" if fast else "")))
+        return out
+
+    def copy(self, resource: str, tokens: int) -> Work:
+        """Hidden states over a link, or written and read again by a device in its own memory."""
+        if resource in self.layout.hardware.links:
+            return Work(resource, transfer_bytes=self._hidden(tokens), operations=1, mode="pinned")
+        return Work(resource, state_bytes=2 * self._hidden(tokens), kernels=1, tokens=tokens)
+
+    def handoff(self, device: str) -> Work:
+        """One end of a queue."""
+        return Work(device, overhead_s=self.layout.scenario.pipeline.handoff_s)
+
+    def lookup(self, tokens: int) -> Work:
+        """Rows of lookup tables that lie on storage (claim T5): one small read a token."""
+        size = self.model.lookup_bytes_per_token(self.plan) * tokens
+        io = self.layout.scenario.io
+        return Work(self.layout.disk, transfer_bytes=size, operations=tokens, request_bytes=io.request, depth=io.depth, mode=io.engine)
