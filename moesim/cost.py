@@ -126,8 +126,9 @@ class CostModel:
         kernels = min(work.kernels, device.kernels_per_task.value) if device.kernels_per_task is not None else work.kernels
         latency = kernels * device.launch.value + work.overhead_s
         flops = work.flops
-        if device.batch_bucket and work.tokens:  # static shapes: rows are padded to the bucket (DESIGN.md section 4, NPU limits)
-            flops *= math.ceil(work.tokens / device.batch_bucket) * device.batch_bucket / work.tokens
+        if device.batch_bucket is not None and work.tokens:  # static shapes: rows are padded to the bucket
+            bucket = device.batch_bucket.value
+            flops *= math.ceil(work.tokens / bucket) * bucket / work.tokens
         volume = float(work.weight_bytes + work.state_bytes)
         if volume == 0.0:
             return Price(latency + flops / flops_per_s, 0.0, math.inf, self._shares())

@@ -51,6 +51,11 @@ class InputError(MoesimError):
         """Return the same error with its place stated (kept if it already has one)."""
         return InputError(self.what, expected=self.expected, got=self.got, fix=self.fix, where=self.where or where)
 
+    def under(self, field: str) -> InputError:
+        """Return the same error with its field named from one level up: ``default`` under ``precision`` is ``precision.default``."""
+        what = self.what if self.what == field or self.what.startswith(field + ".") else f"{field}.{self.what}"
+        return InputError(what, expected=self.expected, got=self.got, fix=self.fix, where=self.where)
+
 
 class DoesNotFit(MoesimError):
     """A plan that the memory cannot hold, where the caller asked for a gate (``moesim budget --check``)."""

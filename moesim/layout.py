@@ -65,7 +65,11 @@ class Layout:
         tables = {"attention": self.attention_device, "shared_expert": self.shared_device, "routed_experts": self.expert_device}
         for i, rule in enumerate(placement.layers):
             self._device(rule.device, f"placement.layers.{i}.device")
-            for layer in resolve_layers(rule.layers if isinstance(rule.layers, str) else tuple(rule.layers), n):
+            try:
+                layers = resolve_layers(rule.layers, n)
+            except InputError as error:
+                raise error.under(f"placement.layers.{i}") from None
+            for layer in layers:
                 tables[rule.part][layer] = rule.device
                 if rule.part == "attention":
                     self.shared_device[layer] = rule.device
@@ -80,6 +84,10 @@ class Layout:
             if tier and tier not in hardware.tiers:
                 raise InputError(f"placement.{part}", expected="a tier of the machine", got=f'"{tier}"', fix=did_you_mean(tier, hardware.tiers))
         self._check_formats()
+        if scenario.memory.kv_from_experts and scenario.memory.kv == "maximum":
+            raise InputError("memory.kv", expected="live or paged with kv_from_experts", got="maximum", fix="a cache at its maximum never grows")
+        if scenario.prefetch.on and scenario.prefetch.into == "buffers" and len({self.tier_of(self.expert_device[x]) for x in self.moe_layers}) > 1:
+            raise InputError("prefetch.into", expected="cache, where experts run from several tiers", got="buffers")
         work = scenario.workload
         self.most_tokens = work.batch * max(min(work.prefill_chunk, work.prompt_tokens), 1)
         self.context_tokens = scenario.memory.context_tokens or (work.cached_tokens + work.prompt_tokens + work.output_tokens)
@@ -141,7 +149,7 @@ class Layout:
 
     def _plan_pools(self) -> None:
         """Decide pool sizes, nearest tier first: what a static upper pool holds need not lie in the tier below."""
-        stated = self.scenario.placement.pools
+        stated = {str(tier): pool for tier, pool in self.scenario.placement.pools.items()}
         for tier in stated:
             if tier not in self.hardware.tiers:
                 fix = did_you_mean(tier, self.hardware.tiers)
@@ -153,16 +161,44 @@ class Layout:
             layers = self._layers_on(tier)
             if not layers:
                 continue
-            spec = stated.get(tier, Pool())  # type: ignore[call-overload]
+            spec = stated.get(tier, Pool())
             self.pools[tier] = self._pool(tier, spec, layers, [self.model.n_experts - above.get(layer, 0) for layer in layers])
-            if spec.policy == "static" and not spec.refresh_tokens:
+            if self.keeps(spec) and spec.scope == "layer":  # how many of each layer a global pool takes depends on the trace
                 above.update(zip(layers, self.pools[tier].counts, strict=True))
+        self._check_inclusive()
+
+    def keeps(self, spec: Pool) -> bool:
+        """Whether a pool never gives up what it holds at the start."""
+        return spec.policy == "static" and not spec.refresh_tokens and not self.scenario.memory.kv_from_experts
+
+    def _check_inclusive(self) -> None:
+        """An inclusive RAM cache keeps all that lies in VRAM, and needs room for one more expert to pass."""
+        below = self.pools.get(self.main_tier)
+        if below is None or below.spec.policy == "static" or not below.spec.inclusive:
+            return
+        for tier, above in self.pools.items():
+            if tier == self.main_tier or self.keeps(above.spec):
+                continue
+            n = self.model.n_experts
+            held = dict(zip(below.layers, below.counts, strict=True))
+            most = dict(zip(above.layers, above.counts, strict=True))
+            if above.spec.scope == "global":
+                most = {layer: above.bytes // self.expert_bytes[layer] for layer in above.layers}
+            short = any(held[layer] < min(most[layer] + 1, n) for layer in above.layers)
+            if below.spec.scope == "global":
+                short = below.bytes <= above.bytes and any(c < n for c in below.counts)
+            if short:
+                raise InputError(f"placement.pools.{self.main_tier}.hold", expected=f"more experts than {tier} holds, as it is inclusive of {tier}",
+                                 got=f"{below.bytes} bytes below {above.bytes}", fix="hold more, or set inclusive: false")  # fmt: skip
 
     def _pool(self, tier: str, spec: Pool, layers: tuple[int, ...], most: list[int]) -> PoolPlan:
         sizes = [self.expert_bytes[layer] for layer in layers]
         everything = sum(m * s for m, s in zip(most, sizes, strict=True))
         where = f"placement.pools.{tier}"
+        if spec.refresh_tokens and spec.policy != "static":
+            raise InputError(f"{where}.refresh_tokens", expected="0, or policy static", got=f"{spec.refresh_tokens} with policy {spec.policy}")
         slots, transient = self._transient(tier, spec, sizes, hold_all=spec.hold == "all")
+        shrinks = self.scenario.memory.kv_from_experts and tier in self.kv_tiers
         counts: list[int]
         hold = spec.hold
         if isinstance(hold, bool) or isinstance(hold, int) and hold < 0:
@@ -176,13 +212,13 @@ class Layout:
         else:
             if hold == "fit":
                 budget = Ledger(tuple(self._lines(self.context_tokens)), self.capacities).left_bytes(tier)
-                if budget >= everything:
+                if budget >= everything and not shrinks:
                     transient = slots = 0
                 budget -= transient
             elif hold.endswith("%"):
                 try:
                     budget = int(everything * float(hold[:-1]) / 100)
-                except ValueError:
+                except (ValueError, OverflowError):
                     raise InputError(f"{where}.hold", expected='a share such as "50 %"', got=f'"{hold}"') from None
             else:
                 try:
@@ -191,15 +227,16 @@ class Layout:
                     expected = 'all, fit, none, experts per layer, a share such as "50 %" or a size such as "4.8 GB"'
                     raise InputError(f"{where}.hold", expected=expected, got=f'"{hold}"', fix=error.fix) from None
             budget = max(min(budget, everything), 0)
-            per_layer = spread(budget, sizes, self.model.n_experts)
-            counts = [min(c, m) for c, m in zip(per_layer, most, strict=True)]
+            counts = spread(budget, sizes, most)
+        used = sum(c * s for c, s in zip(counts, sizes, strict=True))
         if all(c == m for c, m in zip(counts, most, strict=True)):
-            transient = slots = 0
-        elif spec.policy != "static" and sum(counts) == 0:
-            raise InputError(f"{where}.hold", expected=f"room for at least one expert under {spec.policy}", got=str(hold), fix="hold more, or use policy static")
+            if not shrinks:
+                transient = slots = 0
+        elif spec.policy != "static" and (used < max(sizes) if spec.scope == "global" else any(c == 0 < m for c, m in zip(counts, most, strict=True))):
+            room = "one expert" if spec.scope == "global" else "one expert of each layer"
+            raise InputError(f"{where}.hold", expected=f"room for at least {room} under {spec.policy}", got=str(hold), fix="hold more, or use policy static")
         if not self.disk and tier == self.main_tier and any(c < m for c, m in zip(counts, most, strict=True)):
             raise InputError(f"{where}.hold", expected="all experts, as the machine has no storage", got=str(hold))
-        used = sum(c * s for c, s in zip(counts, sizes, strict=True))
         return PoolPlan(tier, spec, layers, tuple(counts), used, slots, transient)
 
     def _transient(self, tier: str, spec: Pool, sizes: Sequence[int], hold_all: bool) -> tuple[int, int]:
@@ -252,10 +289,15 @@ class Layout:
             out.append(Line("prefetch buffers", tier, "buffers", size, note=f"{prefetch.buffers} layer-sets of {self.layer_set} experts"))
         crossing = [x for x in self.moe_layers if self.attention_device[x] != self.expert_device[x]]
         if crossing:
-            tier = self.tier_of(self.expert_device[crossing[0]])
-            tokens = -(-self.most_tokens // pipeline.micro_batches)
-            size = 2 * pipeline.queue_depth * tokens * self.model.hidden_size * 2
-            out.append(Line("hand-over queues", tier, "buffers", size, note=f"2 queues of {pipeline.queue_depth} items of {tokens} hidden states"))
+            batch = self.scenario.workload.batch
+            tokens = -(-batch // min(pipeline.micro_batches, batch)) * (self.most_tokens // batch)
+            size = pipeline.queue_depth * tokens * self.model.hidden_size * 2
+            ends = [{self.tier_of(device[x]) for x in crossing} for device in (self.expert_device, self.attention_device)]
+            for tier in self.capacities:
+                queues = sum(tier in end for end in ends)
+                if queues:
+                    note = f"{queues} x {pipeline.queue_depth} items of {tokens} hidden states"
+                    out.append(Line("hand-over queues", tier, "buffers", queues * size, note=note))
         return out
 
     def _lines(self, context_tokens: int) -> list[Line]:
@@ -264,7 +306,7 @@ class Layout:
         out: list[Line] = []
 
         def add(name: str, tier: str, pool: str, size: int, basis: str = "spec", note: str = "") -> None:
-            if size:
+            if size and tier in self.capacities:  # storage is no line of the ledger
                 out.append(Line(name, tier, pool, size, basis, note))
 
         first = self.tier_of(self.attention_device[0])

@@ -112,7 +112,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 24) -> int:
     return min(low, limit)
 
 
-def spread(total_bytes: int, sizes: Sequence[int], most: int) -> list[int]:
+def spread(total_bytes: int, sizes: Sequence[int], most: Sequence[int]) -> list[int]:
     """Spread a budget over layers in whole experts: as evenly as whole experts allow, the first layers taking what is left.
 
     Parameters
@@ -121,20 +121,23 @@ def spread(total_bytes: int, sizes: Sequence[int], most: int) -> list[int]:
         The budget.
     sizes : (L,) int
         Bytes of one expert of each layer.
-    most : int
-        Experts per layer at most.
+    most : (L,) int
+        Experts of each layer at most.
 
     Returns
     -------
     list of int
         Experts per layer.
     """
-    per_round = sum(sizes)
-    even = min(most, total_bytes // per_round) if per_round else 0
-    counts = [even] * len(sizes)
-    left = total_bytes - even * per_round
-    for i, size in enumerate(sizes):
-        if counts[i] < most and size <= left:
-            counts[i] += 1
-            left -= size
+    counts = [0] * len(sizes)
+    left = total_bytes
+    whole_round = True
+    while whole_round and any(count < limit for count, limit in zip(counts, most, strict=True)):
+        for i, size in enumerate(sizes):
+            if counts[i] < most[i]:
+                if size <= left:
+                    counts[i] += 1
+                    left -= size
+                else:
+                    whole_round = False
     return counts

@@ -5,7 +5,7 @@ It emits load tasks into the planner's builder and keeps the pools of all tiers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from moesim.schedule import Dep, FragmentBuilder, Kind, Outcome
 from moesim.works import Works
 
 Group = dict[int, tuple[Resident, Outcome]]
+
+
+def _found(resident: Resident) -> tuple[Resident, Outcome]:
+    return resident, Outcome.PREFETCH if resident.prefetched else Outcome.CACHE
 
 
 class Loader:
@@ -48,7 +52,7 @@ class Loader:
     ) -> None:  # fmt: skip
         self.layout, self.builder, self.lane, self.works = layout, builder, lane, works
         self.moe, self.n_experts = layout.moe_layers, layout.model.n_experts
-        self.main = layout.main_tier
+        self.main, self.disk = layout.main_tier, layout.disk
         self.tier_line = {tier: i for i, tier in enumerate(layout.capacities)}
         self.expert_line = layout.line_names.index("routed experts") if layout.pools else -1
         self.grown = layout.scenario.memory.arena == "grown"
@@ -56,11 +60,14 @@ class Loader:
         self.dropped_prefetches = 0
         self.combined: dict[int, int] = {}  # order of a layer use -> its combine task, which frees its buffer
         self._pins: dict[Use, list[tuple[str, int]]] = {}
+        self._cause: tuple[int, Collection[int], Deps] = (0, (), [])  # of an eviction: access index, keys that must stay, what it waits for
         self.pools: dict[str, TierPool] = {}
         self.passing: dict[str, Passing] = {}
         self.at_start: dict[str, int] = {}
+        self._kept_above: dict[str, set[int]] = {}  # by tier: what a static pool above keeps for good
         taken: set[int] = set()
         for tier, plan in layout.pools.items():
+            self._kept_above[tier] = set(taken)
             self.pools[tier] = self._pool(plan, popularity, future, taken)
             self.at_start[tier] = self.pools[tier].used_bytes
             sizes = [layout.expert_bytes[layer] for layer in plan.layers]
@@ -71,7 +78,9 @@ class Loader:
         self._buffer_use: dict[int, Use] = {}
         if prefetch.on and prefetch.into == "buffers":
             sizes = [layout.expert_bytes[layer] for layer in self.moe]
-            self.buffers = [Passing(layout.layer_set * max(sizes), sizes, i * layout.layer_set) for i in range(prefetch.buffers)]
+            above = layout.pools[layout.tier_of(layout.expert_device[self.moe[0]])]
+            first = sum(above.counts) + above.transient_slots  # slots are numbered through a tier
+            self.buffers = [Passing(layout.layer_set * max(sizes), sizes, first + i * layout.layer_set, is_buffer=True) for i in range(prefetch.buffers)]
         region = layout.hardware.storage[layout.disk].fast_region if layout.disk else None
         self.fast_share = region.share.value if region is not None else 0.0
         self.fast = frozenset(range(int(self.fast_share * len(self.moe) * self.n_experts)))  # file order: the first keys
@@ -97,10 +106,11 @@ class Loader:
             rooms = [Rooms(plan.bytes, list(sizes.values()))]
         caches = [ExpertPool(b, bytes_of, make_policy(spec.policy, uses), f"placement.pools.{plan.tier}") for b in budgets]
         pool = TierPool(caches, rooms, lambda key: order[key // self.n_experts], bytes_of)
-        if spec.policy == "static" or spec.warm:
+        if spec.policy == "static" or spec.warm or not self.disk and plan.tier == self.main:  # without storage RAM is the origin
             chosen = self._hottest(plan, popularity, sizes, taken)
             pool.preload(chosen)
-            if spec.policy == "static" and not spec.refresh_tokens:
+            below = layout.pools[self.main].spec
+            if layout.keeps(spec) or below.policy != "static" and not below.inclusive:
                 taken.update(chosen)
         return pool
 
@@ -133,31 +143,31 @@ class Loader:
 
     # ---- layer-sets
 
-    def layer_set(self, tier: str, keys: list[int], issue: Deps, use: Use) -> Iterator[Group]:
+    def layer_set(self, tier: str, keys: list[int], issue: Deps, use: Use, wanted: Collection[int]) -> Iterator[Group]:
         """Bring a layer-set to a tier, in groups that are in place together: waves, or as many strangers as have slots to pass through.
 
         After each group the caller emits its FFN tasks and notes them in ``Resident.uses``; then the next group may take the room.
+        ``wanted`` are the keys of this layer use and of its micro-batches to come. What was prefetched into a buffer or slot is used
+        there, and does not enter the pool.
         """
         pool = self.pools[tier]
         passing = self._passing(tier, use)
         now = use[0] * len(self.moe) + use[1]
-        wanted = set(keys)
         self._unpin(tier, use, lambda key: key not in wanted)  # the set is known: mispredicted experts may leave
         passing.leave(use, [key for key in passing.held.get(use, {}) if key not in wanted])
+        self._cause = (now, set(keys), issue)
         ahead = passing.held.get(use, {})
-        left = keys
+        group: Group = {key: _found(ahead[key]) for key in keys if key in ahead}
+        left = [key for key in keys if key not in group]
+        if not left and group:
+            yield group
         while left:
             wave = pool.waves(left)[0]
             left = left[len(wave) :]
-            hits, admitted, refused = pool.access(wave, now)
-            group: Group = {}
-            for key in hits:
-                resident = pool.residents[key]
-                group[key] = (resident, Outcome.PREFETCH if resident.prefetched else Outcome.CACHE)
+            hits, admitted, strangers = pool.access(wave, now)
+            group |= {key: _found(pool.residents[key]) for key in hits}
             self._load(tier, admitted, {key: pool.residents[key] for key in admitted}, issue, use)
             group |= {key: (pool.residents[key], Outcome.MISS) for key in admitted}
-            group |= {key: (ahead[key], Outcome.PREFETCH) for key in refused if key in ahead}
-            strangers = [key for key in refused if key not in ahead]
             while True:
                 part: list[int] = []
                 while strangers and passing.free_bytes >= self._size(strangers[0]):
@@ -166,16 +176,21 @@ class Loader:
                 held = passing.held.get(use, {})
                 self._load(tier, part, {key: held[key] for key in part}, issue, use)
                 group |= {key: (held[key], Outcome.MISS) for key in part}
-                if not group:
+                if not group and not held:
                     raise MoesimError(f"step {use[0]}, layer {self.moe[use[1]]}: no room to pass {len(strangers)} experts through {tier}")
-                yield group
+                if group:
+                    yield group
+                group = {}
                 if not strangers:
                     break
-                passing.leave(use, [key for key in group if key in held])
-                group = {}
+                passing.leave(use)
             if left:
                 used = set(wave)
                 self._unpin(tier, use, used.__contains__)
+
+    def near(self, tier: str, use: Use) -> set[int]:
+        """Keys that a layer use finds in a tier: residents, and what was prefetched for it."""
+        return {*self.pools[tier].residents, *self._passing(tier, use).held.get(use, {})}
 
     def _unpin(self, tier: str, use: Use, leaves: Callable[[int], bool]) -> None:
         """Take back pins of a layer use (docs/decisions/003-pins.md)."""
@@ -185,6 +200,11 @@ class Loader:
                 if where == tier and leaves(key):
                     self.pools[where].unpin(key)
             self._pins[use] = [(where, key) for where, key in pins if where != tier or not leaves(key)]
+
+    def release(self, tier: str) -> None:
+        """Take back all pins of prefetched experts in a tier that must shrink: they may leave unused."""
+        for use in list(self._pins):
+            self._unpin(tier, use, lambda _key: True)
 
     def end_of_use(self, use: Use) -> None:
         """A layer-set has run: what was pinned or brought for it alone may leave."""
@@ -212,14 +232,14 @@ class Loader:
         if not keys:
             return
         if tier == self.main:
-            self._move("ssd", tier, keys, into, {}, issue, use, prefetch)
+            self._move(self.disk, tier, keys, into, {}, issue, use, prefetch)
             return
         pool, passing = self.pools[self.main], self.passing[self.main]
         exclusive = not self.layout.pools[self.main].spec.inclusive
         now = use[0] * len(self.moe) + use[1]
         for wave in pool.waves(keys):
             hits, admitted, refused = pool.access(wave, now)
-            self._move("ssd", self.main, admitted, pool.residents, {}, issue, use, prefetch)
+            self._move(self.disk, self.main, admitted, pool.residents, {}, issue, use, prefetch)
             ready = [*hits, *admitted]
             while ready or refused:
                 part: list[int] = []
@@ -227,7 +247,7 @@ class Loader:
                     part.append(refused.pop(0))
                     passing.enter(use, part[-1], self._size(part[-1]))
                 held = passing.held.get(use, {})
-                self._move("ssd", self.main, part, held, {}, issue, use, prefetch)
+                self._move(self.disk, self.main, part, held, {}, issue, use, prefetch)
                 if not ready and not part:
                     raise MoesimError(f"step {use[0]}, layer {self.moe[use[1]]}: no room to pass experts through {self.main}")
                 below = {key: pool.residents[key] for key in ready} | {key: held[key] for key in part}
@@ -260,13 +280,13 @@ class Loader:
                 if cache.is_pinned(key):
                     below.unpin(key)
                 return
-            room = below.prefetch(key, self.step * len(self.moe))
+            now, protect, issue = self._cause
+            room = None if key in below.residents else below.prefetch(key, now, protect)
             if room is None:
                 return
             after = [(task, Dep.DATA) for task in (resident.uses or resident.loads)]
-            self._move(self.layout.link(tier, self.main), self.main, [key], below.residents, {}, after, (self.step, key // self.n_experts), False)
-            resident.uses = [*resident.uses, room.loads[-1]]
-            room.prefetched = False
+            self._move(self.layout.link(tier, self.main), self.main, [key], below.residents, {}, [*issue, *after], (self.step, key // self.n_experts), False)
+            resident.reads = [room.loads[-1]]
 
         return leave
 
@@ -295,11 +315,11 @@ class Loader:
                 ))  # fmt: skip
             for key in group:
                 resident = into[key]
-                resident.loads, resident.uses = tasks, []
+                resident.loads = tasks
                 if self.grown and self.pools[tier].residents.get(key) is resident:
                     self.builder.memory(tasks[0], False, self.tier_line[tier], self.expert_line, resident.grows_bytes)
                 if key in below:
-                    below[key].uses = [tasks[-1]]
+                    below[key].reads = [tasks[-1]]
 
     # ---- prefetch and refresh
 
@@ -310,19 +330,19 @@ class Loader:
         static = bool(self.buffers) or not pool.caches[0].policy.admits
         now = use[0] * len(self.moe) + use[1]
         wanted = set(keys)
-        keep = 0 if self.buffers else self.layout.model.top_k
+        self._cause = (now, wanted, issue)
+        keep = 0 if self.buffers else self.layout.model.top_k * max(passing.sizes)
         for key in keys:
             if key in pool.residents or key in passing.held.get(use, {}):
                 continue
             size = self._size(key)
             if static:
-                if passing.free_bytes < size * (1 + keep):
+                if passing.free_bytes < size + keep:
                     self.dropped_prefetches += 1
                     continue
                 room = passing.enter(use, key, size)
             else:
-                others = keep if self.layout.pools[tier].spec.scope == "global" else 1
-                found = pool.prefetch(key, now, wanted, others * size)
+                found = pool.prefetch(key, now, wanted, keep if self.layout.pools[tier].spec.scope == "global" else size)
                 if found is None:
                     self.dropped_prefetches += 1
                     continue
@@ -336,7 +356,8 @@ class Loader:
         """Choose the residents of a static pool anew and load the newcomers (claim T4)."""
         pool, plan = self.pools[tier], self.layout.pools[tier]
         sizes = {self._index(layer): self.layout.expert_bytes[layer] for layer in plan.layers}
-        wanted = self._hottest(plan, counts, sizes, set())
+        wanted = self._hottest(plan, counts, sizes, self._kept_above[tier])
+        self._cause = (self.step * len(self.moe), set(wanted), [])
         for index in range(len(pool.caches)):
             held = [key for key in pool.residents if pool.cache_of(key) == index]
             target = [key for key in wanted if pool.cache_of(key) == index]

@@ -58,7 +58,7 @@ class Tasks:
 
     @property
     def is_load(self) -> Mask:
-        return self.kind == Kind.LOAD
+        return np.asarray(self.kind == Kind.LOAD)
 
 
 def join(lanes: tuple[Lane, ...], parts: Sequence[tuple[Fragment, Costs]], timeline: Timeline) -> Tasks:
@@ -160,15 +160,20 @@ def transfers_overlap(tasks: Tasks, hidden_inside_compute: bool) -> tuple[float 
     return covered / total, (total - covered) * PS
 
 
-def io_wait_s(tasks: Tasks) -> float:
-    """Sum over compute tasks of start minus the latest of its constraints that are not loads (the lane is one of them)."""
+def free_of_loads(tasks: Tasks) -> Ints:
+    """When each task could have started but for loads: the latest of its constraints that are not loads (the lane is one of them), (N,)."""
     free = not_load_ready(tasks)
     for number in range(len(tasks.lanes)):
         mine = np.nonzero(tasks.lane == number)[0]
         if len(mine) > 1 and tasks.lanes[number].width == 1:
             order = mine[np.argsort(tasks.start[mine], kind="stable")]
             free[order[1:]] = np.maximum(free[order[1:]], tasks.end[order[:-1]])
-    waits = np.maximum(tasks.start - free, 0)[tasks.is_compute]
+    return free
+
+
+def io_wait_s(tasks: Tasks) -> float:
+    """Sum over compute tasks of start minus when it could have started but for loads."""
+    waits = np.maximum(tasks.start - free_of_loads(tasks), 0)[tasks.is_compute]
     return float(waits.sum() * PS)
 
 
@@ -177,8 +182,8 @@ def accesses(tasks: Tasks) -> dict[str, int]:
     outcome, ffn, load = tasks.access[:, 3], tasks.access[:, 4], tasks.access[:, 5]
     prefetched = (outcome == Outcome.PREFETCH) & (load >= 0)
     late = np.zeros(len(outcome), bool)
-    ready = not_load_ready(tasks)
-    late[prefetched] = tasks.end[load[prefetched]] > ready[ffn[prefetched]]
+    free = free_of_loads(tasks)
+    late[prefetched] = tasks.end[load[prefetched]] > free[ffn[prefetched]]
     return {
         "cache": int((outcome == Outcome.CACHE).sum()),
         "prefetch": int(((outcome == Outcome.PREFETCH) & ~late).sum()),
@@ -270,7 +275,7 @@ class Watermark:
 
     tiers: tuple[str, ...]
     lines: tuple[str, ...]
-    events: Ints  # (M, 4): time, tier, line, delta; sorted, frees before takes
+    events: Ints  # (M, 4): time, tier, line, delta; sorted by time, then task
     initial: dict[tuple[int, int], int]
 
     def peak_bytes(self, tier: int) -> int:
@@ -290,7 +295,7 @@ def watermark(tasks: Tasks, tiers: tuple[str, ...], lines: tuple[str, ...], init
     """Place the memory events of a schedule in time."""
     task, at_end, tier, line, delta = tasks.memory.T if len(tasks.memory) else np.zeros((5, 0), np.int64)
     time = np.where(at_end == 1, tasks.end[task], tasks.start[task]) if len(task) else task
-    order = np.lexsort((delta, time))
+    order = np.lexsort((delta, task, time))  # at one instant in task order, which is causal
     start: dict[tuple[int, int], int] = {}
     for t, name, size in initial:
         start[t, name] = start.get((t, name), 0) + size

@@ -42,7 +42,7 @@ class Planner:
     predicted : (T, L, K) int16 or None
         Experts predicted for each cell, best first, -1 where there is no prediction.
     prediction_source : str
-        "none", "router" or "previous": the task that yields the prediction.
+        "none", "router", "previous" or "both": the task that yields the prediction.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Planner:
             size = line.bytes
             if line.pool == "experts" and memory.arena == "grown" and line.name == "routed experts":
                 size = self.loader.at_start[line.tier]
-            elif line.pool == "kv" and memory.kv != "maximum":
+            elif line.name == "KV cache" and memory.kv != "maximum":
                 size = self.layout.kv_bytes(line.tier, cached)
             elif line.name == "hand-over queues":
                 size = 0
@@ -124,10 +124,11 @@ class Planner:
         steps = list(self.steps)
         pending = 0
         for step, upcoming in zip(steps, [*steps[1:], None], strict=True):
-            grown = self._grow_kv(step)
+            self._first, self.loader.step = self.builder.next_task, step.index
+            self._grow_kv(step)
             if self.out_of_memory is not None:
                 break
-            self._step(step, upcoming, grown)
+            self._step(step, upcoming)
             pending += 1
             if pending == steps_per_fragment:
                 yield self.builder.build()
@@ -135,11 +136,12 @@ class Planner:
         if pending:
             yield self.builder.build()
 
-    def _grow_kv(self, step: Step) -> dict[str, int]:
-        """Make room for the tokens of a step; return what each tier's KV cache grows by, or set ``out_of_memory``."""
+    def _grow_kv(self, step: Step) -> None:
+        """Make room for the tokens of a step: note what changes when its first attention starts, or set ``out_of_memory``."""
         memory, layout = self.scenario.memory, self.layout
         context = step.context + step.rows.shape[1]
-        grown: dict[str, int] = {}
+        self._changes: list[tuple[str, str, int]] = []  # tier, line, bytes
+        self._room: Deps = []  # what must end before the KV cache takes room of experts
         for tier, now in self._kv_now.items():
             need = layout.kv_bytes(tier, context)
             usable = layout.capacities[tier].usable_bytes
@@ -152,39 +154,51 @@ class Planner:
             over = fixed + need - usable
             if over > 0 and (not memory.kv_from_experts or over > experts or not self._shrink(tier, experts - over)):
                 self.out_of_memory = OutOfMemory(tier, step.index, fixed + need, usable, "KV cache")
-            grown[tier], self._kv_now[tier] = need - now, need
-        return grown
+            self._changes.append((tier, "KV cache", need - now))
+            self._kv_now[tier] = need
 
     def _shrink(self, tier: str, experts_bytes: int) -> bool:
         """Shrink a tier's expert pools to a budget (claim M5); return whether every layer can still be served."""
         plan, pool = self.layout.pools[tier], self.loader.pools[tier]
-        if plan.spec.scope == "global":
-            return experts_bytes > 0 and pool.resize(0, experts_bytes)
+        if plan.spec.policy == "static" and not plan.transient_slots and not self.loader.buffers and not self.layout.in_place:
+            return False  # a miss could not pass through
         sizes = [self.layout.expert_bytes[layer] for layer in plan.layers]
-        counts = spread(experts_bytes, sizes, self.n_experts)
-        if plan.spec.policy != "static" and min(counts) == 0:
+        if plan.spec.scope == "global":
+            one = sizes[0] if len(set(sizes)) == 1 else 1
+            budgets = [experts_bytes // one * one]
+        else:
+            budgets = [count * size for count, size in zip(spread(experts_bytes, sizes, [self.n_experts] * len(sizes)), sizes, strict=True)]
+        if plan.spec.policy != "static" and min(budgets) < (max(sizes) if plan.spec.scope == "global" else 1):
             return False
-        return all([pool.resize(i, min(c * s, pool.caches[i].capacity_bytes)) for i, (c, s) in enumerate(zip(counts, sizes, strict=True))])
+        self.loader.release(tier)
+        for i, budget in enumerate(budgets):
+            before = pool.caches[i].capacity_bytes
+            if budget >= before:
+                continue
+            given = pool.resize(i, budget)
+            if given is None:
+                return False
+            touched, waits = given
+            self._changes.append((tier, "routed experts", -(touched if self.scenario.memory.arena == "grown" else before - budget)))
+            self._room += waits
+        return True
 
-    def _step(self, step: Step, upcoming: Step | None, grown: dict[str, int]) -> None:
+    def _step(self, step: Step, upcoming: Step | None) -> None:
         """Emit one forward pass."""
         builder, m = self.builder, self.micro_batches
-        first = builder.next_task
-        self.step, self.upcoming, self.loader.step = step, upcoming, step.index
+        self.step, self.upcoming = step, upcoming
         ids = self.trace.expert_ids[step.rows]  # (B, N, L, K)
         parts = np.array_split(np.arange(step.rows.shape[0]), m)
         self.sequences = [len(part) for part in parts]
         self.tokens = [len(part) * step.rows.shape[1] for part in parts]
         self.chosen = [[_tally(ids[part, :, i]) for i in range(len(self.moe))] for part in parts]
         self.routers: dict[int, list[int]] = {}
-        self.out: list[Deps] = [self._lookup()] * m  # what the next attention of each micro-batch waits for
+        self.out: list[Deps] = [[*self._lookup(), *self._room]] * m  # what the next attention of each micro-batch waits for
         self.where = [self.layout.attention_device[0]] * m
         self._refresh()
         self._items()
         last = self._head()
-        for tier, delta in grown.items():
-            builder.memory(first, False, self.tiers.index(tier), self.lines.index("KV cache"), delta)
-        builder.end_step(step.index, first, last, step.phase, step.tokens, step.emits)
+        builder.end_step(step.index, self._first, last, step.phase, step.tokens, step.emits)
         self._routers = self.routers
         self._count(ids)
 
@@ -227,6 +241,9 @@ class Planner:
         self.where[mb] = device
         new = step.rows.shape[1]
         attention = self._task(Kind.ATTENTION, device, self.works.attention(layer, self.sequences[mb], new, step.context + new), deps, layer)
+        if k == 0:
+            for tier, line, delta in self._changes:
+                self.builder.memory(attention, False, self.tiers.index(tier), self.lines.index(line), delta)
         if layer not in self.moe_index:
             self.out[mb] = [(self._task(Kind.FFN, device, self.works.dense_ffn(layer, tokens), [(attention, Dep.DATA)], layer), Dep.DATA)]
             return
@@ -259,7 +276,7 @@ class Planner:
         tier = layout.tier_of(device)
         done: Deps = []
         if layout.in_place and tier != layout.main_tier:
-            near = self.loader.pools[tier].residents
+            near = self.loader.near(tier, (self.step.index, i))
             far = [key for key in keys if key not in near]
             keys = [key for key in keys if key in near]
             if far:
@@ -306,7 +323,8 @@ class Planner:
         """Run a layer-set on a device, group by group as its experts come into place; return its last FFN tasks."""
         use = (self.step.index, self.moe_index[layer])
         done: Deps = []
-        for group in self.loader.layer_set(tier, keys, [(router, Dep.DATA)], use):
+        wanted = {use[1] * self.n_experts + e for chosen in self.chosen[mb:] for e in chosen[use[1]]}
+        for group in self.loader.layer_set(tier, keys, [(router, Dep.DATA)], use, wanted):
             done += self._ffns(device, layer, mb, group, ready)
         return done
 
@@ -332,26 +350,35 @@ class Planner:
                     tasks.append(self._task(Kind.FFN, device, work, deps, layer, expert, resident.slot))
                 done.append((tasks[-1], Dep.DATA))
             self.builder.access(self.step.index, layer, expert, outcome, tasks[0], resident.loads[-1] if resident.loads else -1)
-            resident.uses = [*(u for u in resident.uses if u >= first_of_step), tasks[-1]] if self.micro_batches > 1 else [tasks[-1]]
+            resident.uses = [*(u for u in resident.uses if u >= first_of_step), tasks[-1]]
             resident.prefetched = False
         return done
 
     def _prefetch(self, i: int, predicted: NDArray[np.int16]) -> None:
-        """Issue what the prediction for the layer at prefetch distance asks for; it may lie in the next step."""
-        target, step = i + self.scenario.prefetch.distance, self.step
-        source = self.routers[i] if self.prediction_source == "router" else []
+        """Issue what the prediction for the layer at prefetch distance asks for; it may lie in the next step.
+
+        Of a step with several new tokens a sequence, only the first token can be predicted from the token before.
+        """
+        target, step, routers = i + self.scenario.prefetch.distance, self.step, self._routers
+        rows = step.rows
         if target >= len(self.moe):
             target -= len(self.moe)
             if self.upcoming is None or target >= len(self.moe):
                 return
-            step = self.upcoming
-            if self.prediction_source == "previous":
-                source = self.routers.get(target, [])
-        elif self.prediction_source == "previous":
-            source = self._routers.get(target, [])
+            step, routers = self.upcoming, self.routers
+            rows = step.rows if self.prediction_source == "none" else step.rows[:, :1]
+        source = self.routers[i]
+        if self.prediction_source == "both":  # the source layer's router and the token before, which a prompt chunk does not know
+            rows = rows[:, :1]
+        if self.prediction_source == "previous":
+            rows, source = step.rows[:, :1], routers.get(target, [])
+        if self.prediction_source == "none":
+            source = []
+        elif not source:
+            return
         layer = self.moe[target]
         device = self.layout.expert_device[layer]
-        ranked = predicted[step.rows.ravel(), target].T.ravel()  # the likeliest of every token first
+        ranked = predicted[rows.ravel(), target].T.ravel()  # the likeliest of every token first
         keys = [target * self.n_experts + int(e) for e in dict.fromkeys(ranked.tolist()) if e >= 0]
         self.loader.prefetch(self.layout.tier_of(device), keys, [(t, Dep.DATA) for t in source], (step.index, target))
 

@@ -210,14 +210,17 @@ class Passing:
     Each belongs to the layer use it was brought for and leaves after it.
     """
 
-    def __init__(self, capacity_bytes: int, sizes: Sequence[int], first_slot: int) -> None:
+    def __init__(self, capacity_bytes: int, sizes: Sequence[int], first_slot: int, is_buffer: bool = False) -> None:
         self.capacity_bytes, self.sizes, self.first_slot = capacity_bytes, sizes, first_slot
+        self.is_buffer = is_buffer
+        self.unused: Deps = []  # of a buffer: loads of experts that left unused: no FFN has waited for them
         self.held: dict[Use, dict[int, Resident]] = {}
         self.reopen([])
 
     def reopen(self, ready: Deps) -> None:
-        """Begin anew with room that waits for ``ready`` (a layer-set buffer that is filled again)."""
-        self.rooms = Rooms(self.capacity_bytes, self.sizes, self.first_slot, ready)
+        """Begin anew with room that waits for ``ready`` (a layer-set buffer that is filled again), and for wrong loads under way."""
+        self.rooms = Rooms(self.capacity_bytes, self.sizes, self.first_slot, [*ready, *self.unused])
+        self.unused = []
         self.free_bytes = self.capacity_bytes
         self.held.clear()
 
@@ -234,6 +237,8 @@ class Passing:
         for key in list(held) if keys is None else keys:
             resident = held.pop(key)
             self.rooms.give(resident)
+            if self.is_buffer and not resident.uses:
+                self.unused += resident.leaving()
             self.free_bytes += resident.bytes
         if not held:
             self.held.pop(use, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from moesim.errors import InputError, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent
-_SUFFIXES = {"models": (".yaml",), "hardware_profiles": (".yaml",), "scenarios": (".yaml",), "traces": (".npz",), "precision": (".yaml",)}
+_SUFFIXES = {"models": ".yaml", "hardware_profiles": ".yaml", "scenarios": ".yaml", "traces": ".npz"}
 
 
 def folder(kind: str) -> Path:
@@ -17,9 +17,10 @@ def folder(kind: str) -> Path:
 
 
 def names(kind: str) -> dict[str, Path]:
-    """Return ``{name: path}`` of the bundled data of one kind, sorted by name."""
-    found = [p for p in folder(kind).rglob("*") if p.suffix in _SUFFIXES[kind] and p.is_file()]
-    return {p.stem: p for p in sorted(found, key=lambda p: (p.stem, str(p)))}
+    """Return ``{name: path}`` of the bundled data of one kind, sorted by name. A trace lies in a folder of its name, beside its card."""
+    pattern = ("*/*" if kind == "traces" else "*") + _SUFFIXES[kind]
+    found = [p for p in folder(kind).glob(pattern) if p.is_file() and (kind != "traces" or p.stem == p.parent.name)]
+    return {p.stem: p for p in sorted(found)}
 
 
 def find(kind: str, name: str, *, base: Path | None = None, where: str = "") -> Path:

@@ -14,12 +14,16 @@ from pydantic_core import PydanticCustomError
 
 from moesim import config, resources
 from moesim.config import Document, Spec
+from moesim.precision import LayerSet
 from moesim.units import Bytes, Seconds
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+MOST = 2**40  # of anything that is counted; a product of two such sizes is a mistake, and would pass 64 bits
+MOST_ROWS = 20_000_000  # tokens of all sequences of a run; plans and timelines of more would not fit this program's own memory
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Few = Annotated[int, Field(ge=1, le=1024)]  # of what each one costs objects: threads, buffers
+Size = Annotated[Bytes, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Layers = str | list[int]  # "0-3,30" or a list
 
 
 class TraceUse(Spec):
@@ -27,6 +31,7 @@ class TraceUse(Spec):
 
     source: str = ""  # bundled name or .npz
     generate: Literal["", "uniform", "zipf", "popularity"] = ""
+    if_absent: Literal["", "uniform", "zipf"] = ""  # generate this where the source is not there; the result says so
     zipf_exponent: Annotated[float, Field(ge=0, le=4)] = 1.0
     counts: str = ""  # for popularity: a .csv of selections per (layer, expert) or an .npz whose popularity is taken
     counts_model: str = ""  # the model's name in that .csv
@@ -58,6 +63,9 @@ class Workload(Spec):
     def _check(self) -> Workload:
         if self.prompt_tokens == 0 and self.output_tokens == 0:
             raise _problem("prompt_tokens or output_tokens above 0", "both 0", "give the run something to do")
+        rows = self.batch * (self.prompt_tokens + self.output_tokens)
+        if rows > MOST_ROWS:
+            raise _problem(f"batch x (prompt_tokens + output_tokens) of at most {MOST_ROWS}", str(rows), "simulate fewer tokens")
         return self
 
 
@@ -79,18 +87,18 @@ class Pool(Spec):
     """Experts that a tier holds, and who leaves when another must enter."""
 
     hold: str | int = "fit"  # all | fit | none | experts per layer | "50 %" | "4.8 GB"
-    policy: Literal["static", "lru", "lfu", "belady"] = "static"
+    policy: Literal["static", "lru", "lfu", "lfu-aging", "lru-k", "arc", "least-stale", "cost-aware", "belady"] = "static"
     scope: Literal["layer", "global"] = "layer"
     refresh_tokens: Natural = 0  # static: choose the hottest anew every n tokens of the run
     transient_slots: Natural = 0  # room for misses of a static pool; 0: one layer-set of a token (top_k)
-    warm: bool = False  # lru, lfu, belady: start filled with the hottest of the training part, not empty
+    warm: bool = False  # all but static: start filled with the hottest of the training part, not empty
     inclusive: bool = True  # ram under vram: an expert in vram keeps its place in ram
 
 
 class LayerRule(Spec):
     """An exception to where a part of some layers lies or runs (claim W1)."""
 
-    layers: Layers
+    layers: LayerSet  # "0-3, 30", "every 4 from 3" or a list
     part: Literal["attention", "routed_experts", "shared_expert"] = "routed_experts"
     device: str
 
@@ -110,10 +118,13 @@ class Placement(Spec):
 class Prefetch(Spec):
     """Loads issued before they are needed. Distance 0 or predictor none: off."""
 
-    predictor: Literal["none", "oracle", "popularity", "previous", "cooccurrence"] = "none"
+    predictor: Literal["none", "oracle", "popularity", "previous", "cooccurrence", "linear", "two-step", "gate-lookahead"] = "none"
+    threshold: Share = 0.0  # least confidence of a prediction that is fetched; 0: off
+    recall: Share = 0.886  # gate-lookahead: recall one layer ahead, published for Qwen3-30B-A3B (see policies/predictors.py)
+    recall_loss: Share = 0.0375  # gate-lookahead: lost per further layer
     distance: Natural = 1
     into: Literal["cache", "buffers"] = "cache"
-    buffers: Count = 2  # layer-set buffers; distance is at most buffers - 1
+    buffers: Few = 2  # layer-set buffers; distance is at most buffers - 1
 
     @property
     def on(self) -> bool:
@@ -132,10 +143,10 @@ class Io(Spec):
 
     engine: Literal["direct", "buffered", "mmap"] = "direct"
     layout: Literal["merged", "scattered"] = "merged"  # one aligned extent an expert, or one a matrix in small pieces (claim P5)
-    scattered_piece: Bytes = 131072  # size of a contiguous piece in a scattered file
-    request: Bytes = 1048576
+    scattered_piece: Size = 131072  # size of a contiguous piece in a scattered file
+    request: Size = 1048576
     depth: Count = 8
-    threads: Count = 1  # width of the ssd lane
+    threads: Few = 1  # width of the ssd lane
     pinned: bool = True
     fast_map: Literal["file-order", "refreshed"] = "file-order"  # which experts lie in the drive's fast region (claim P6)
     fast_map_refresh_tokens: Count = 64
@@ -164,7 +175,7 @@ class Scenario(Spec):
     model: str
     precision: str | dict[str, Any] = "fp16"
     hardware: str
-    hardware_set: dict[str, Any] = {}  # figures to change: {"storage.ssd.latency": "60 us"}
+    hardware_set: dict[str, Any] = {}  # figures to change, nested as in the profile: {storage: {ssd: {latency: "60 us"}}}
     derate: Annotated[float, Field(gt=0, le=1)] | None = None  # null: the profile's own
     trace: TraceUse
     workload: Workload = Workload()
@@ -176,8 +187,8 @@ class Scenario(Spec):
     lanes: Literal["fifo", "priority"] = "fifo"  # discipline of the transfer lanes
     granularity: Literal["expert", "matrix", "layer"] = "expert"
     timing: Timing = Timing()
-    engine: Literal["des"] = "des"
-    seed: Natural = 0
+    engine: Literal["des", "fast", "auto"] = "des"  # auto: fast
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
 
 def _problem(expected: str, got: str, fix: str) -> PydanticCustomError:

@@ -57,7 +57,10 @@ def max_min_rates(shares: Sequence[Sequence[float]], caps: Sequence[float], capa
                     else:
                         weight += shares[f][c]
             if weight > 0.0:
-                fair = max(capacity[c] - used, 0.0) / weight
+                free = capacity[c] - used
+                if free < 0.0:  # not max(): compiled and plain Python disagree on max(nan, 0)
+                    free = 0.0
+                fair = free / weight
                 if fair < level:
                     level = fair
                     bottleneck = c

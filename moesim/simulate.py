@@ -10,8 +10,9 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from moesim import __version__, config, metrics, resources
 from moesim.config import Document
 from moesim.cost import CostModel, Costs
-from moesim.engines.des import DesEngine
 from moesim.errors import InputError
 from moesim.generate import from_popularity, popularity_from_counts_csv, uniform, zipf_popularity
 from moesim.hardware import HardwareProfile, assumed_figures, load_hardware
@@ -30,12 +30,20 @@ from moesim.planner import Planner
 from moesim.policies.prefetch import make_predictor, source_of
 from moesim.precision import PrecisionPlan, plan_from
 from moesim.scenario import Scenario, load_scenario
-from moesim.schedule import Fragment, Schedule
+from moesim.schedule import Fragment, Lane, Schedule
 from moesim.timeline import Timeline
 from moesim.trace import RoutingTrace, adapt_trace, load_trace
 from moesim.workload import Steps, make_steps
 
-ENGINES = {"des": DesEngine}
+ENGINES = {"des": "moesim.engines.des:DesEngine", "fast": "moesim.engines.fast:FastEngine", "auto": "moesim.engines.fast:FastEngine"}
+
+
+class Engine(Protocol):
+    """What gives a schedule its times: fragments in order, then the rest."""
+
+    def advance(self, fragment: Fragment, costs: Costs) -> Timeline: ...
+
+    def finish(self) -> Timeline: ...
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,12 @@ class Case:
         predicted, source = None, "none"
         if prefetch.on:
             if prefetch.distance > len(self.layout.moe_layers):
-                raise InputError("prefetch.distance", expected=f"at most {len(self.layout.moe_layers)}, the model's MoE layers", got=str(prefetch.distance))
-            predictor = make_predictor(prefetch.predictor)
+                most, where = len(self.layout.moe_layers), self.document.where(("prefetch", "distance"))
+                raise InputError("prefetch.distance", expected=f"at most {most}, the model's MoE layers", got=str(prefetch.distance), where=where)
+            options: dict[str, Any] = {"threshold": prefetch.threshold}
+            if prefetch.predictor == "gate-lookahead":
+                options |= {"recall": prefetch.recall, "loss": prefetch.recall_loss, "seed": self.scenario.seed}
+            predictor = make_predictor(prefetch.predictor, **options)
             predictor.fit(routing.train)
             predicted, source = predictor.predict(routing.used, prefetch.distance), source_of(prefetch.predictor)
         return Planner(self.layout, routing.used, routing.steps, routing.popularity, predicted, source)
@@ -135,12 +147,12 @@ def make_case(scenario: Scenario, document: Document | None = None, base: Path |
 
     model, own_plan = load_model_with_plan(scenario.model, base, at("model"))
     try:
-        plan = own_plan if scenario.precision == "file" and own_plan is not None else plan_from(scenario.precision, at("precision"))
         if scenario.precision == "file" and own_plan is None:
             raise InputError("precision", expected='"file" only with a GGUF model', got='"file"', fix="name a format or a plan")
+        plan = own_plan if scenario.precision == "file" and own_plan is not None else plan_from(scenario.precision, at("precision"))
         plan.check_layers(model.n_layers)
     except InputError as error:
-        raise error.at(at("precision")) from None
+        raise error.under("precision").at(at("precision")) from None
     hardware = _hardware(scenario, base, at)
     try:
         layout = Layout(scenario, model, plan, hardware)
@@ -179,21 +191,27 @@ def _routing(case: Case) -> Routing:
     scenario, model, use = case.scenario, case.model, case.scenario.trace
     n_layers, n_experts, top_k = len(case.layout.moe_layers), model.n_experts, model.top_k
     notes: list[str] = []
-    if use.source:
-        trace = load_trace(resources.find("traces", use.source, base=case.base, where=case.document.where(("trace", "source"))))
+    path = _source(case)
+    if path is not None:
+        trace = load_trace(path)
         name, identity = use.source, trace.hash
         trace, adapted = adapt_trace(trace, n_layers, n_experts, top_k, layers=use.layers, slots=use.top_k)
         notes += adapted
     else:
-        trace, name = _generate(case, n_layers, n_experts, top_k)
+        how = use.generate or use.if_absent
+        trace, name = _generate(case, how, n_layers, n_experts, top_k)
         identity = trace.hash
-        notes.append(f"generated: independent draws, {use.generate}; real routers repeat themselves more")
+        if use.source:
+            notes.append(f"the trace {use.source} is absent: generated instead")
+        notes.append(f"generated: independent draws, {how}; real routers repeat themselves more")
     if use.train_fraction > 0:
         train, rest = trace.split(use.train_fraction)
     else:
         train = rest = trace
         if any(p.spec.policy == "static" or p.spec.warm for p in case.layout.pools.values()) or scenario.prefetch.on:
             notes.append("placement and prediction learned from the very rows that are run (train_fraction 0)")
+    if scenario.prefetch.on and scenario.prefetch.predictor == "gate-lookahead":
+        notes.append(f"gate-lookahead: a recall of {scenario.prefetch.recall:g} one layer ahead is stated, not measured on this trace")
     steps = make_steps(rest, scenario.workload, use)
     notes += steps.notes
     popularity = np.zeros((n_layers, n_experts), np.int64)
@@ -202,15 +220,28 @@ def _routing(case: Case) -> Routing:
     return Routing(train, rest.slice_rows(0, last), steps, popularity, name, identity, tuple(notes))
 
 
-def _generate(case: Case, n_layers: int, n_experts: int, top_k: int) -> tuple[RoutingTrace, str]:
+def _source(case: Case) -> Path | None:
+    """The file of the trace, or None where one is to be generated."""
+    use = case.scenario.trace
+    if not use.source:
+        return None
+    try:
+        return resources.find("traces", use.source, base=case.base, where=case.document.where(("trace", "source")))
+    except InputError:
+        if use.if_absent:
+            return None
+        raise
+
+
+def _generate(case: Case, how: str, n_layers: int, n_experts: int, top_k: int) -> tuple[RoutingTrace, str]:
     """Draw a trace that is long enough for the workload and its training part."""
     use, work = case.scenario.trace, case.scenario.workload
     rng = np.random.default_rng(case.scenario.seed)
     shape = {"n_sequences": 2 * work.batch, "prefill_rows": work.prompt_tokens}
     n_rows = 2 * work.batch * (work.prompt_tokens + work.output_tokens)
-    if use.generate == "uniform":
+    if how == "uniform":
         return uniform(n_rows, n_layers, n_experts, top_k, rng, **shape), "uniform"
-    if use.generate == "zipf":
+    if how == "zipf":
         popularity: NDArray[Any] = zipf_popularity(n_layers, n_experts, use.zipf_exponent, rng)
         return from_popularity(popularity, top_k, n_rows, rng, **shape), f"zipf, exponent {use.zipf_exponent:g}"
     path = resources.find("traces", use.counts, base=case.base, where=case.document.where(("trace", "counts")))
@@ -223,6 +254,13 @@ def _generate(case: Case, n_layers: int, n_experts: int, top_k: int) -> tuple[Ro
     return from_popularity(popularity, top_k, n_rows, rng, **shape), f"popularity of {use.counts}"
 
 
+def load_engine(name: str) -> Callable[[tuple[Lane, ...]], Engine]:
+    """Return the class of an engine; it is imported when asked for, as compiled engines take a while to load."""
+    module, _, attribute = ENGINES[name].partition(":")
+    found: Callable[[tuple[Lane, ...]], Engine] = getattr(import_module(module), attribute)
+    return found
+
+
 def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> Result:
     """Plan and simulate a case.
 
@@ -231,12 +269,25 @@ def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> 
     case : Case
     progress : callable, optional
         Called with (steps done, steps in all) after each fragment.
+
+    Raises
+    ------
+    InputError
+        If the run would last longer than its clock of int64 picoseconds can count.
     """
+    try:
+        return _simulate(case, progress)
+    except OverflowError:
+        where = case.document.where(("hardware",))
+        raise InputError("hardware", expected="a run of less than 106 days (2**63 ps)", got="a longer one", fix="check rates and latencies", where=where) from None
+
+
+def _simulate(case: Case, progress: Callable[[int, int], None] | None) -> Result:
     planner = case.planner()
     scenario = case.scenario
     jitter = np.random.default_rng([scenario.seed, 1]) if scenario.timing.jitter else None
     prices = CostModel(case.hardware, scenario.timing.jitter, jitter)
-    engine = ENGINES[scenario.engine](planner.lanes)
+    engine = load_engine(scenario.engine)(planner.lanes)
     schedule = Schedule(planner.lanes, planner.tiers, planner.lines)
     parts: list[tuple[Fragment, Costs]] = []
     ended: list[Timeline] = []

@@ -41,8 +41,12 @@ class Timeline:
         parts = list(parts)
         if not parts:
             return Timeline.from_rows([])
-        order = np.argsort(np.concatenate([p.task for p in parts]), kind="stable")
-        return Timeline(*(np.concatenate([getattr(p, f.name) for p in parts])[order] for f in fields(Timeline)))
+        task = np.concatenate([p.task for p in parts])
+        columns = [np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Timeline)]
+        if np.all(task[1:] > task[:-1]):
+            return Timeline(*columns)
+        order = np.argsort(task, kind="stable")
+        return Timeline(*(column[order] for column in columns))
 
     @property
     def makespan_ps(self) -> int:

@@ -45,8 +45,8 @@ class Steps:
     notes: tuple[str, ...]
 
     def __len__(self) -> int:
-        chunks = -(-self.prompts.shape[1] // self.chunk)
-        return chunks + self.answers.shape[1]
+        chunks = -(-int(self.prompts.shape[1]) // self.chunk)
+        return chunks + int(self.answers.shape[1])
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps in order; the last prefill chunk yields the first token, each decode step one more."""
@@ -88,11 +88,17 @@ def make_steps(trace: RoutingTrace, workload: Workload, use: TraceUse) -> Steps:
                              fix='set trace.prefill to "decode" to route prompts by decode rows, or workload.prompt_tokens to 0')  # fmt: skip
         prompt_phase = DECODE
         notes.append("prompts routed by decode rows (the trace has no prompt routing)")
-    prompts = _slots(by_phase[prompt_phase], batch, prompts_needed, use, "prompt_tokens", notes)
     if prompt_phase == DECODE:  # answers go on where the prompts stopped
-        rest = [np.setdiff1d(r, prompts.ravel(), assume_unique=False) for r in by_phase[DECODE]]
-        answers = _slots(rest, batch, answers_needed, use, "output_tokens", notes)
+        both = _slots(by_phase[DECODE], batch, prompts_needed + answers_needed, use, "output_tokens", notes)
+        prompts, answers = both[:, :prompts_needed], both[:, prompts_needed:]
     else:
+        if use.sequences == "exact" and prompts_needed:  # a slot's answer is that of its own prompt
+            whole = [len(p) >= prompts_needed and len(a) >= answers_needed for p, a in zip(*by_phase.values(), strict=True)]
+            if sum(whole) < batch:
+                raise InputError("workload.prompt_tokens", expected=f"{batch} sequences of that many prompt rows and {answers_needed} answer rows",
+                                 got=f"{sum(whole)} of {len(whole)} in the trace's evaluation part", fix='set trace.sequences to "chain" or "repeat", or ask for less')  # fmt: skip
+            by_phase = {phase: [rows for rows, fits in zip(found, whole, strict=True) if fits] for phase, found in by_phase.items()}
+        prompts = _slots(by_phase[PREFILL], batch, prompts_needed, use, "prompt_tokens", notes)
         answers = _slots(by_phase[DECODE], batch, answers_needed, use, "output_tokens", notes)
     return Steps(prompts, answers, workload.prefill_chunk, workload.cached_tokens, tuple(dict.fromkeys(notes)))
 

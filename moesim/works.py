@@ -26,6 +26,7 @@ class Works:
         self.layout = layout
         self.model, self.plan = layout.model, layout.plan
         self._granular = layout.scenario.granularity
+        self._memo: dict[tuple[str | int, ...], list[Work]] = {}  # what recurs in every step is built once
 
     def _hidden(self, tokens: int) -> int:
         return tokens * self.model.hidden_size * HIDDEN_BYTES
@@ -81,6 +82,12 @@ class Works:
 
     def expert_pieces(self, device: str, layer: int, tokens: int) -> list[Work]:
         """One expert on some tokens: one work, or one a matrix."""
+        found = self._memo.get((device, layer, tokens))
+        if found is None:
+            found = self._memo[device, layer, tokens] = self._expert_pieces(device, layer, tokens)
+        return found
+
+    def _expert_pieces(self, device: str, layer: int, tokens: int) -> list[Work]:
         compute = self.plan.format("routed_experts", layer).compute
         flops, state = self.model.expert_flops(layer, tokens), 2 * self._hidden(tokens)
         if self._granular != "matrix":
@@ -102,6 +109,12 @@ class Works:
 
     def hop(self, lane: str, layer: int, experts: int, fast: bool) -> list[Work]:
         """Move experts of one layer over a link or from storage: one work, or one a matrix."""
+        found = self._memo.get((lane, layer, experts, fast))
+        if found is None:
+            found = self._memo[lane, layer, experts, fast] = self._hop(lane, layer, experts, fast)
+        return found
+
+    def _hop(self, lane: str, layer: int, experts: int, fast: bool) -> list[Work]:
         io = self.layout.scenario.io
         sizes = list(self.model.expert_matrix_bytes(self.plan, layer).values())
         pieces = [[size] for size in sizes] if self._granular == "matrix" else [sizes]

@@ -11,11 +11,12 @@ import numpy as np
 
 from moesim.cost import Costs
 from moesim.engines.des import DesEngine
+from moesim.engines.fast import FastEngine
 from moesim.schedule import Dep, Fragment, FragmentBuilder, Kind, Lane, Work
 from moesim.timeline import CAUSE_HEAD_OF_LINE, NO_CAUSE, Timeline
 
 PER_PS = 1e12  # 1 channel unit per picosecond, in units/s
-ENGINES: list[Any] = [DesEngine]
+ENGINES: list[Any] = [DesEngine, FastEngine]
 Pieces = tuple[tuple[Fragment, Costs], ...]
 
 

@@ -24,7 +24,9 @@ def budget(
     check: Annotated[bool, typer.Option("--check", help="Exit with 3 and name the line that broke the plan, if it does not fit.")] = False,
     precision: Annotated[
         list[str] | None,
-        typer.Option(metavar="PLAN", help="A format or an inline YAML plan instead of the scenario's; repeat it to compare.", show_default=False),
+        typer.Option(
+            metavar="PLAN", help="A format or an inline YAML plan instead of the scenario's; repeat it to compare.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Show where the memory goes, what is left, and the largest context that fits."""
@@ -53,6 +55,6 @@ def _check(plan: Budget, named: bool) -> None:
     tier, line = over
     planned, usable = plan.ledger.planned_bytes(tier), plan.ledger.capacities[tier].usable_bytes
     raise DoesNotFit(
-        f"{f'{plan.name}: ' if named else ''}{tier} does not fit: the line \"{line.name}\" ({show(line.bytes, 'bytes')}) passes the usable "
+        f'{f"{plan.name}: " if named else ""}{tier} does not fit: the line "{line.name}" ({show(line.bytes, "bytes")}) passes the usable '
         f"{show(usable, 'bytes')}; {show(planned, 'bytes')} are planned, {show(planned - usable, 'bytes')} too many"
     )

@@ -17,9 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 from moesim import __version__
+from moesim.cli.options import EXIT_BROKEN_PIPE
 from moesim.errors import EXIT_INPUT, EXIT_INTERNAL, MoesimError
 
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program whose reader went away
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 # command -> (module, first line of its help); a test compares the two.
@@ -76,6 +76,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; nothing but a bug of ours gives 1."""
     try:
         code = app(args=arguments, prog_name="moesim", standalone_mode=False)
+        if code == EXIT_BROKEN_PIPE:
+            raise BrokenPipeError
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except MoesimError as error:

@@ -23,4 +23,4 @@ def describe(model: ModelSpec) -> str:
     """Return a model in one line."""
     layers = len(model.moe_layers)
     of = f"{layers}" if layers == model.n_layers else f"{layers} of {model.n_layers}"
-    return f"{model.total_params / 1e9:.4g} B parameters, {of} MoE layers, top {model.top_k} of {model.n_experts} experts"
+    return f"{model.params_total / 1e9:.4g} B parameters, {of} MoE layers, top {model.top_k} of {model.n_experts} experts"

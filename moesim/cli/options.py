@@ -11,6 +11,8 @@ import typer
 
 from moesim.errors import InputError
 
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program whose reader went away
+
 
 class Format(StrEnum):
     """What a command prints."""
@@ -28,17 +30,24 @@ class ListFormat(StrEnum):
     json = "json"
 
 
-ScenarioName = Annotated[str, typer.Argument(metavar="SCENARIO", help="A bundled name (see moesim scenarios) or a YAML file.", show_default=False)]
+ScenarioName = Annotated[
+    str, typer.Argument(metavar="SCENARIO", help="A bundled name (see moesim scenarios) or a YAML file.", show_default=False)
+]
 Output = Annotated[Format, typer.Option("-o", "--output", help="Format of the answer on stdout.")]
 ListOutput = Annotated[ListFormat, typer.Option("-o", "--output", help="Format of the answer on stdout.")]
 Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a value of the scenario; may be repeated.", show_default=False)
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a value of the scenario; may be repeated.", show_default=False),
 ]
 
 
 def say(text: str) -> None:
-    """Print data on stdout."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """Print data on stdout; a reader that went away ends the command (typer itself would exit with 1 then)."""
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
 
 
 def note(text: str) -> None:

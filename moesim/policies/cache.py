@@ -1,4 +1,4 @@
-"""Owns which experts stay in a pool of limited bytes: cache policies, pools, and the choice of static sets.
+"""Owns which experts stay in a pool of limited bytes: pools, and the choice of static sets; who leaves first is ``eviction``'s.
 
 It must not know about time, tasks or engines: everything here happens in logical order, one atomic set after another, so that
 hits, misses and evictions are the same in every engine. Keys are ``layer * n_experts + expert``; ``now`` is any integer that
@@ -9,177 +9,21 @@ One atomic set S in a pool of C bytes, in this order (the definition that the re
 1. members of S that are resident are hits, before anything is loaded;
 2. while bytes(cache \\ S) + bytes(S) > C the policy names a victim outside S that is not pinned, and it leaves;
 3. all of S is resident (no bypass), and the policy notes the members in ascending key.
-
-Belady's rule (Belady 1966, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2)) is the
-bound for demand loading of equally large experts. A preloaded static set may still beat it: it pays no first touches and its misses
-bypass the pool. With experts of unequal size farthest-next-use is a heuristic.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim.errors import InputError, did_you_mean
+from moesim.errors import InputError
+from moesim.policies.eviction import CACHE_POLICIES, CachePolicy, make_policy
 
-NEVER = 2**62  # later than any access index
-
-
-class CachePolicy(Protocol):
-    """Order in which residents of a pool leave it. ``admits`` is False where a miss never becomes resident."""
-
-    admits: ClassVar[bool]
-
-    def touch(self, key: int, now: int, used: bool = True) -> None:
-        """Note that ``key`` was used at access index ``now``; ``used=False``: it only entered (prefetch, preload)."""
-
-    def victim(self, allowed: Callable[[int], bool]) -> int | None:
-        """Return the next resident to leave among those allowed, or None; it stays until ``remove``."""
-
-    def remove(self, key: int) -> None:
-        """Note that ``key`` left the pool."""
-
-
-class Static:
-    """The preloaded set never changes; misses pass through transient slots."""
-
-    admits: ClassVar[bool] = False
-
-    def touch(self, key: int, now: int, used: bool = True) -> None:
-        pass
-
-    def victim(self, allowed: Callable[[int], bool]) -> int | None:
-        return None
-
-    def remove(self, key: int) -> None:
-        pass
-
-
-class LRU:
-    """The least recently used leaves. O(1), plus one look at each disallowed key at the old end."""
-
-    admits: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()  # oldest first
-
-    def touch(self, key: int, now: int, used: bool = True) -> None:
-        self._order[key] = None
-        self._order.move_to_end(key)
-
-    def victim(self, allowed: Callable[[int], bool]) -> int | None:
-        for key in self._order:
-            if allowed(key):
-                return key
-        return None
-
-    def remove(self, key: int) -> None:
-        del self._order[key]
-
-
-class _Ranked:
-    """Residents in a heap by a rank that changes with each touch; outdated entries are dropped when met, or in one sweep."""
-
-    def __init__(self) -> None:
-        self._rank: dict[int, tuple[int, ...]] = {}  # of residents only; the last element is the key
-        self._heap: list[tuple[int, ...]] = []
-
-    def _place(self, key: int, rank: tuple[int, ...]) -> None:
-        self._rank[key] = rank
-        heapq.heappush(self._heap, rank)
-        if len(self._heap) > 4 * len(self._rank) + 64:  # keeps memory flat, amortised O(1) per touch
-            self._heap = list(self._rank.values())
-            heapq.heapify(self._heap)
-
-    def victim(self, allowed: Callable[[int], bool]) -> int | None:
-        heap, rank = self._heap, self._rank
-        aside: list[tuple[int, ...]] = []
-        found = None
-        while heap:
-            top = heap[0]
-            if rank.get(top[-1]) != top:
-                heapq.heappop(heap)
-            elif allowed(top[-1]):
-                found = top[-1]
-                break
-            else:
-                aside.append(heapq.heappop(heap))
-        for entry in aside:
-            heapq.heappush(heap, entry)
-        return found
-
-    def remove(self, key: int) -> None:
-        del self._rank[key]
-
-
-class LFU(_Ranked):
-    """The one with the fewest uses since the start leaves; tie: the older last use, then the smaller key. Counts survive eviction."""
-
-    admits: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._uses: dict[int, int] = {}
-
-    def touch(self, key: int, now: int, used: bool = True) -> None:
-        uses = self._uses.get(key, 0) + used
-        self._uses[key] = uses
-        self._place(key, (uses, now, key))
-
-
-class Belady(_Ranked):
-    """The one whose next use is farthest leaves (never used again: first of all); tie: the smaller key.
-
-    Parameters
-    ----------
-    future : mapping of int to sequence of int
-        Per key the ascending access indices of its uses, in the same numbering as ``now``; see ``future_uses``.
-    """
-
-    admits: ClassVar[bool] = True
-
-    def __init__(self, future: Mapping[int, Sequence[int]]) -> None:
-        super().__init__()
-        self._future = future
-
-    def touch(self, key: int, now: int, used: bool = True) -> None:
-        uses = self._future.get(key, ())
-        # A key that is used at `now` is done with `now`; a prefetched one may be wanted at `now` still.
-        at = bisect_right(uses, now) if used else bisect_left(uses, now)
-        self._place(key, (-(uses[at] if at < len(uses) else NEVER), key))
-
-
-CACHE_POLICIES: dict[str, type[Any]] = {"static": Static, "lru": LRU, "lfu": LFU, "belady": Belady}
-
-
-def make_policy(name: str, future: Mapping[int, Sequence[int]] | None = None) -> CachePolicy:
-    """Build a cache policy by name.
-
-    Parameters
-    ----------
-    name : str
-        A key of ``CACHE_POLICIES``.
-    future : mapping, optional
-        Needed by ``belady`` alone, see there.
-
-    Raises
-    ------
-    InputError
-        On an unknown name, or ``belady`` without its future.
-    """
-    if name not in CACHE_POLICIES:
-        raise InputError("cache policy", expected="a known name", got=f'"{name}"', fix=did_you_mean(name, CACHE_POLICIES))
-    if name == "belady" and future is None:
-        raise InputError("cache policy belady", expected="the future uses of every key", got="none", fix="pass future_uses(...)")
-    policy: CachePolicy = CACHE_POLICIES[name](future) if name == "belady" else CACHE_POLICIES[name]()
-    return policy
+__all__ = ["CACHE_POLICIES", "Access", "CachePolicy", "ExpertPool", "future_uses", "hottest", "make_policy"]
 
 
 def future_uses(sets: Iterable[tuple[int, Iterable[int]]]) -> dict[int, list[int]]:
@@ -326,7 +170,7 @@ class ExpertPool:
             raise InputError(f"{self.name}: layer-set", expected="each expert once", got=f"{order}")
         if not policy.admits:
             for key in hits:
-                policy.touch(key, now)
+                policy.touch(key, now, True, resident[key])
             return Access(hits, [], [], misses)
         evicted: list[int] = []
         transient: list[int] = []
@@ -343,7 +187,7 @@ class ExpertPool:
                     return key not in members and key not in pins
 
                 while self.used_bytes + need > self.capacity_bytes:
-                    victim = policy.victim(allowed)
+                    victim = policy.victim(allowed, now)
                     if victim is None:
                         misses, transient = self._admissible(sizes)
                         break
@@ -354,7 +198,7 @@ class ExpertPool:
                 self.used_bytes += sizes[key]
         for key in order:
             if key in resident:
-                policy.touch(key, now)
+                policy.touch(key, now, True, resident[key])
         return Access(hits, misses, evicted, transient)
 
     def prefetch(self, key: int, now: int, protect: Collection[int] = ()) -> list[int] | None:
@@ -388,7 +232,7 @@ class ExpertPool:
             return candidate not in self._pins and candidate not in chosen and candidate not in protect
 
         while room < size:
-            victim = self.policy.victim(allowed)
+            victim = self.policy.victim(allowed, now)
             if victim is None:
                 return None
             chosen[victim] = None
@@ -431,7 +275,7 @@ class ExpertPool:
     def _enter(self, key: int, size: int, now: int) -> None:
         self.resident[key] = size
         self.used_bytes += size
-        self.policy.touch(key, now, used=False)
+        self.policy.touch(key, now, False, size)
 
     def _leave(self, key: int) -> None:
         self.used_bytes -= self.resident.pop(key)

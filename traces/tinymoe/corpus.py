@@ -55,9 +55,7 @@ CREDIT = re.compile(
 )
 # "by Given Family": case matters here, so it cannot be part of the expression above
 NAMED = re.compile(r"\b(?:[Bb]y|[Ff]rom|von|par) [A-Z][a-z]+ (?:[A-Z]\. )?(?:[Vv]an )?[A-Z][a-z]+\b")
-CREDIT_SECTION = re.compile(
-    r"AUT(EUR|OR)|TRADUCTION|ÜBERSETZ|COPYRIGHT|DANKSAGUNG|REMERCIEMENT|BUGS|BOGUES|FEHLER|SIGNALER|COLOPHON"
-)
+CREDIT_SECTION = re.compile(r"AUT(EUR|OR)|TRADUCTION|ÜBERSETZ|COPYRIGHT|DANKSAGUNG|REMERCIEMENT|BUGS|BOGUES|FEHLER|SIGNALER|COLOPHON")
 
 
 def split_of(key: str) -> str:

@@ -23,10 +23,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from corpus import DOMAINS, load_split
 from model import TinyMoeForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SEPARATOR = "<|doc|>"  # stands before every document; token id 0
 SEPARATOR_ID = 0
@@ -162,5 +161,5 @@ def bits_per_byte(model: TinyMoeForCausalLM, file: dict[str, np.ndarray], max_do
         x, y = (torch.from_numpy(np.stack(part[i : i + 16])) for part in (windows, targets))
         loss = F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none")
         sums.index_add_(0, torch.tensor(owners[i : i + 16]), loss.view(y.shape).sum(1).double())
-    result = {d: float(sums[i]) / np.log(2) / total_bytes[d] for i, d in enumerate(DOMAINS) if total_bytes[d]}
+    result = {d: float(sums[i] / np.log(2)) / total_bytes[d] for i, d in enumerate(DOMAINS) if total_bytes[d]}
     return result | {"mean": float(np.mean(list(result.values())))}

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from corpus import DOMAINS
 from data import load_token_file
 from model import Routing, TinyMoeForCausalLM, load_model
@@ -110,9 +109,7 @@ def record(folder: Path, per_domain: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="record the routing of the tiny MoE model on held-out text")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(__file__).parent, help="weights and heldout.npz; receives the trace"
-    )
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="weights and heldout.npz; receives the trace")
     parser.add_argument("--per-domain", type=int, default=28, help="sequences of each domain")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a fixed number of threads gives the same sums, so the same choices at near ties

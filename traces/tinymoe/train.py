@@ -5,7 +5,7 @@
 FOLDER receives tokenizer.json, heldout.npz, calibration.npz, weights.safetensors, config.json and curve.csv. The run
 is deterministic for a given number of threads, and continues from DIR/checkpoint.safetensors where one is found.
 
-The loss has three parts: cross entropy; 0.004 (by default) times the load-balancing loss E * sum_e f_e * p_e, where
+The loss has three parts: cross entropy; 0.002 (by default) times the load-balancing loss E * sum_e f_e * p_e, where
 f_e is the share of the choices that went to expert e and p_e the mean router probability; and 0.001 times the squared
 log-sum-exp of the router logits. The balancing weight sets how skewed the popularity of experts becomes; README.md
 says why it was chosen.
@@ -23,13 +23,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from torch import Tensor
-
 from corpus import DOMAINS
 from data import bits_per_byte, load_token_file, token_bytes, train_tokenizer, training_streams, write_token_file
 from model import Routing, TinyMoeConfig, TinyMoeForCausalLM, load_model, save_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
 
 CURVE_COLUMNS = ("step", "tokens", "train_bits_per_byte", "heldout_bits_per_byte")
 
@@ -173,7 +172,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3300)
     parser.add_argument("--batch", type=int, default=4, help="windows per step")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--balance", type=float, default=0.004, help="weight of the load-balancing loss")
+    parser.add_argument("--balance", type=float, default=0.002, help="weight of the load-balancing loss")
     parser.add_argument("--z-loss", type=float, default=0.001)
     parser.add_argument("--shift", type=float, default=0.2, help="share of the previous token in the router's input")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,0 +1,189 @@
+# mypy: ignore-errors
+"""Owns what the compiled engine carries from one fragment to the next, and what both of its paths share.
+
+A *row* is a task of the present window: first the carried tasks (not ended when the window began), then those of the
+fragment, so rows ascend with ids. A carried task is one row of ``c_int``, ``c_float`` and ``c_shares``; its dependencies on
+other carried tasks are rows (id, type) of ``c_deps``. What has ended of its dependencies is folded into one bound:
+the latest end, and of those at that end the largest id. ``recent`` holds the ids that ended at the present instant.
+
+A *slot* is a server: slot ``lanes[l, OFFSET] + i`` is server i of lane l.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+from moesim import sharing
+from moesim.schedule import Dep
+from moesim.timeline import NO_CAUSE
+
+ID, LANE, KEY, LATENCY, START, SERVER, CAUSE, WHY, PHASE, EVENT, SINCE, ADDED, BOUND_END, BOUND, BOUND_WHY, DEP_FROM, DEP_TO = range(17)
+C_INT = 17  # columns of c_int
+VOLUME, CAP, RATE = range(3)  # columns of c_float
+WIDTH, PRIORITY, OFFSET, TOUCHED_AT, IDLE_BEFORE, FREED_AT, FREED_BY, LAST = range(8)  # columns of lanes
+IN_LATENCY, IN_FLOW = 0, 1  # PHASE of a started task
+NEVER = np.iinfo(np.int64).max  # EVENT of a flow that has no rate yet, or of an idle slot
+ENDED_BEFORE, NOT_ENDED = -1, -2  # instead of an end: of dependencies that ended before the task was added, of tasks that have not
+DATA = int(Dep.DATA)
+OK, CONTENDED, NEVER_ENDS, DEADLOCK, NO_REASON, TOO_LONG = range(6)  # status of a kernel
+LONGEST_S = 4e6  # int64 picoseconds hold 9.2e6 s
+
+
+def _source_stamp() -> str:
+    here = Path(__file__).parent
+    sources = [Path(sharing.__file__), *(here / name for name in ("fast_state.py", "fast_linear.py", "fast_events.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
+# Numba's disk cache looks at the file of the outermost function only. This unused argument of every kernel has a type that is named after
+# all sources that get compiled into it, so that an edit in one of them is never answered from a stale cache.
+STAMP = np.zeros(1, [(f"sources_{_source_stamp()}", np.int8)])
+
+ceil_ps = njit(cache=True)(sharing.ceil_ps)
+max_min_rates = njit(cache=True, error_model="numpy")(sharing.max_min_rates)
+
+
+@njit(cache=True)
+def find(sorted_ids, task):
+    """Return where ``task`` stands among ascending ids, or -1."""
+    low, high = 0, len(sorted_ids)
+    while low < high:
+        middle = (low + high) >> 1
+        if sorted_ids[middle] < task:
+            low = middle + 1
+        else:
+            high = middle
+    if low < len(sorted_ids) and sorted_ids[low] == task:
+        return low
+    return -1
+
+
+@njit(cache=True)
+def urgency(use_step, use_layer, prefetch):
+    """Return the key of priority lanes but for the id: step and layer of use, demand before prefetch."""
+    return ((np.int64(use_step) << 16) + np.int64(use_layer) + 32768) * 2 + np.int64(prefetch)
+
+
+@njit(cache=True)
+def resolve(first, c_int, c_deps, recent, dep_start, dep_task):
+    """Return the row of each dependency, those of the fragment first, then those of carried tasks.
+
+    What has ended before the window is the row behind the last, or, if it ended at the present instant, the one after that.
+    """
+    n_carried, n_deps = len(c_int), len(dep_task)
+    before, just_now = n_carried + len(dep_start) - 1, n_carried + len(dep_start)
+    c_ids = c_int[:, ID].copy()
+    oldest = first
+    if n_carried > 0:
+        oldest = min(oldest, c_ids[0])
+    if len(recent) > 0:
+        oldest = min(oldest, recent[0])
+    row = np.empty(n_deps + len(c_deps), np.int32)
+    for f in range(len(dep_start) - 1):
+        for d in range(dep_start[f], dep_start[f + 1]):
+            task = dep_task[d]
+            if task >= first:
+                row[d] = task - first + n_carried if task < first + f else before
+            elif task < oldest:
+                row[d] = before
+            else:
+                r = find(c_ids, task)
+                row[d] = r if r >= 0 else (just_now if find(recent, task) >= 0 else before)
+    for d in range(len(c_deps)):
+        row[n_deps + d] = find(c_ids, c_deps[d, 0])
+    return row
+
+
+@njit(cache=True)
+def ends(rows, now):
+    """Return the column of ends, with the two rows behind the last that ``resolve`` speaks of."""
+    end = np.full(rows + 2, NOT_ENDED, np.int64)
+    end[rows], end[rows + 1] = ENDED_BEFORE, now
+    return end
+
+
+@njit(cache=True)
+def collect(
+    now, began, first, lanes, c_int, c_float, c_shares, c_deps, recent, dep_row,
+    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares,
+    start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume,
+):  # fmt: skip
+    """Divide the window at ``now``: the columns of what has ended, and the state that the next window begins with."""
+    n_carried = len(c_int)
+    rows = len(end) - 2  # see ``ends``
+    alive = 0
+    n_recent = 0
+    n_deps = 0
+    for r in range(rows):
+        if end[r] < 0:
+            alive += 1
+            n_deps += c_int[r, DEP_TO] - c_int[r, DEP_FROM] if r < n_carried else dep_start[r - n_carried + 1] - dep_start[r - n_carried]
+        elif end[r] == now:
+            n_recent += 1
+    kept = len(recent) if began == now else 0
+    next_recent = np.empty(kept + n_recent, np.int64)
+    next_recent[:kept] = recent[:kept]
+    task = np.empty(rows, np.int64)
+    next_int = np.zeros((alive, C_INT), np.int64)
+    next_float = np.zeros((alive, 3), np.float64)
+    next_shares = np.zeros((alive, shares.shape[1]), np.float64)
+    next_deps = np.empty((n_deps, 2), np.int64)
+    k = d_to = 0
+    i_recent = kept
+    for r in range(rows):
+        f = r - n_carried
+        task[r] = c_int[r, ID] if f < 0 else first + f
+        if end[r] >= 0:
+            if end[r] == now:
+                next_recent[i_recent] = task[r]
+                i_recent += 1
+            continue
+        if f < 0:
+            next_int[k] = c_int[r]
+            next_float[k] = c_float[r]
+            next_shares[k] = c_shares[r]
+        else:
+            next_int[k, ID], next_int[k, LANE], next_int[k, KEY] = task[r], lane[f], urgency(use_step[f], use_layer[f], prefetch[f])
+            next_int[k, LATENCY], next_int[k, ADDED] = latency[f], began
+            next_int[k, BOUND_END], next_int[k, BOUND], next_int[k, BOUND_WHY] = ENDED_BEFORE, NO_CAUSE, DATA
+            next_float[k, VOLUME], next_float[k, CAP] = volume[f], cap[f]
+            next_shares[k] = shares[work[f]]
+        next_int[k, START] = start[r]
+        if start[r] >= 0:
+            s = lanes[next_int[k, LANE], OFFSET] + server[r]
+            next_int[k, SERVER], next_int[k, CAUSE], next_int[k, WHY] = server[r], cause[r], why[r]
+            next_int[k, PHASE], next_int[k, EVENT], next_int[k, SINCE] = slot_phase[s], slot_event[s], slot_since[s]
+            next_float[k, RATE] = slot_rate[s]
+            if slot_phase[s] == IN_FLOW:
+                next_float[k, VOLUME] = slot_volume[s]
+        at, bound, bound_why = next_int[k, BOUND_END], next_int[k, BOUND], next_int[k, BOUND_WHY]
+        next_int[k, DEP_FROM] = d_to
+        if start[r] < 0:
+            behind = len(dep_task)
+            d_from, d_end = (behind + c_int[r, DEP_FROM], behind + c_int[r, DEP_TO]) if f < 0 else (dep_start[f], dep_start[f + 1])
+            for d in range(d_from, d_end):
+                other = c_deps[d - behind, 0] if f < 0 else dep_task[d]
+                other_why = c_deps[d - behind, 1] if f < 0 else np.int64(dep_type[d])
+                e = end[dep_row[d]]
+                if e == NOT_ENDED:
+                    next_deps[d_to, 0], next_deps[d_to, 1] = other, other_why
+                    d_to += 1
+                    continue
+                if e > at or (e == at and other > bound):
+                    at, bound, bound_why = e, other, other_why
+        next_int[k, BOUND_END], next_int[k, BOUND], next_int[k, BOUND_WHY] = at, bound, bound_why
+        next_int[k, DEP_TO] = d_to
+        k += 1
+    j = rows
+    if alive > 0:
+        j = 0
+        for r in range(rows):
+            if end[r] >= 0:
+                task[j], start[j], end[j], server[j], cause[j], why[j] = task[r], start[r], end[r], server[r], cause[r], why[r]
+                j += 1
+    ended = (task[:j], start[:j], end[:j], server[:j], cause[:j], why[:j])
+    return ended, (next_int, next_float, next_shares, next_deps[:d_to], next_recent)

@@ -1,0 +1,98 @@
+"""The exported timeline: a sound Chrome trace, tracks without overlap, sums that equal the metrics."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from small_runs import small_result
+
+from moesim import metrics, perfetto
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return json.loads(json.dumps(perfetto.export(small_result()), allow_nan=False))
+
+
+@pytest.fixture(scope="module")
+def names(document: dict[str, Any]) -> dict[int, str]:
+    return {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
+
+
+def of(document: dict[str, Any], phase: str) -> list[Event]:
+    return [event for event in document["traceEvents"] if event["ph"] == phase]
+
+
+def test_every_event_is_well_formed(document: dict[str, Any]) -> None:
+    assert document["displayTimeUnit"] == "ms" and document["otherData"]["model"] == "tinymoe"
+    for event in document["traceEvents"]:
+        assert event["ph"] in "MXCsf" and isinstance(event["pid"], int) and isinstance(event["tid"], int) and event["name"]
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], float) and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert isinstance(event["dur"], float) and event["dur"] >= 0
+
+
+def test_each_lane_server_is_one_named_track(document: dict[str, Any], names: dict[int, str]) -> None:
+    assert list(names.values()) == ["steps", "gpu", "h2d", "d2h", "ssd"]
+    assert {event["tid"] for event in of(document, "X")} <= set(names)
+
+
+def test_slices_of_a_track_do_not_overlap(document: dict[str, Any]) -> None:
+    tracks: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for event in of(document, "X"):  # as Perfetto reads them: whole nanoseconds
+        start = int(event["ts"] * 1000)
+        tracks[event["tid"]].append((start, start + int(event["dur"] * 1000)))
+    for spans in tracks.values():
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_sums_per_lane_equal_the_metrics(document: dict[str, Any], names: dict[int, str]) -> None:
+    tasks = small_result().tasks
+    assert tasks is not None
+    sums: dict[str, float] = defaultdict(float)
+    for event in of(document, "X"):
+        sums[names[event["tid"]]] += event["dur"] * 1e-6
+    for lane, use in metrics.lane_use(tasks).items():
+        assert sums[lane] == pytest.approx(use["busy_s"], rel=1e-9)
+    assert sums["steps"] == pytest.approx(metrics.latency(tasks)["e2el_ms"]["mean"] * 1e-3)
+
+
+def test_steps_and_arguments(document: dict[str, Any], names: dict[int, str]) -> None:
+    steps = [event["name"] for event in of(document, "X") if names[event["tid"]] == "steps"]
+    assert steps == ["prefill chunk 1", *(f"decode token {i}" for i in range(1, 6))]
+    loads = [event for event in of(document, "X") if event["name"].startswith(("load L", "prefetch L"))]
+    assert loads and all(event["args"]["bytes"] > 0 and event["args"]["expert"] >= 0 for event in loads)
+    assert {event["args"]["prefetch"] for event in loads} == {True, False}
+
+
+def test_flows_go_from_loads_to_what_used_them(document: dict[str, Any], names: dict[int, str]) -> None:
+    begins, ends = {e["id"]: e for e in of(document, "s")}, {e["id"]: e for e in of(document, "f")}
+    assert begins and begins.keys() == ends.keys()
+    starts = {(event["tid"], event["ts"]): event for event in of(document, "X")}
+    for key, begin in begins.items():
+        end = ends[key]
+        load, ffn = starts[begin["tid"], begin["ts"]], starts[end["tid"], end["ts"]]
+        assert load["cat"] in ("load", "prefetch") and ffn["cat"] == "ffn"
+        assert load["args"]["expert"] == ffn["args"]["expert"] and begin["ts"] < end["ts"]
+
+
+def test_counters(document: dict[str, Any]) -> None:
+    result = small_result()
+    assert result.memory is not None
+    by_name: dict[str, list[Event]] = defaultdict(list)
+    for event in of(document, "C"):
+        by_name[event["name"]].append(event)
+    assert set(by_name) == {"memory vram", "memory ram", "loads in flight"}
+    for i, tier in enumerate(result.memory.tiers):
+        assert max(sum(event["args"].values()) for event in by_name[f"memory {tier}"]) == result.memory.peak_bytes(i)
+    flying = [event["args"]["loads"] for event in by_name["loads in flight"]]
+    assert min(flying) == 0 == flying[-1] and max(flying) >= 1
+    for events in by_name.values():
+        assert all(a["ts"] <= b["ts"] for a, b in zip(events, events[1:], strict=False))
