@@ -54,7 +54,8 @@ def measure(trace: RoutingTrace, scope: str) -> dict[str, dict[str, float | None
     per_layer = scope == "layer"
     groups = [[layer] for layer in range(trace.n_layers)] if per_layer else [list(range(trace.n_layers))]
     caches = [
-        [(t * trace.n_layers + m, keys[t, m].tolist()) for t in range(trace.n_rows) for m in group if trace.present[t, m]] for group in groups
+        [(t * trace.n_layers + m, keys[t, m].tolist()) for t in range(trace.n_rows) for m in group if trace.present[t, m]]
+        for group in groups
     ]
     out: dict[str, dict[str, float | None]] = {}
     for name in CACHE_POLICIES:

@@ -113,7 +113,13 @@ def _scalar(event: yaml.ScalarEvent, where: str, name: str) -> Any:
     if re.fullmatch(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)", text):
         return float(text)
     if _LOOKS_NUMERIC.match(text):
-        raise InputError(name, expected="a plain decimal number, or a quantity with a unit", got=text, fix="YAML 1.1 reads this as text; write the digits out", where=where)
+        raise InputError(
+            name,
+            expected="a plain decimal number, or a quantity with a unit",
+            got=text,
+            fix="YAML 1.1 reads this as text; write the digits out",
+            where=where,
+        )
     return text
 
 
@@ -166,7 +172,9 @@ def parse_yaml(text: str, source: str, name: str = "") -> Document:
                     key = event.value
                     container, at, _ = stack[-1]
                     if key in container:
-                        raise InputError(key, expected="each key once", got=f"it again (first on {lines[(*at, key)]})", fix="remove one", where=where)
+                        raise InputError(
+                            key, expected="each key once", got=f"it again (first on {lines[(*at, key)]})", fix="remove one", where=where
+                        )
                     lines[(*at, key)] = where
                     stack[-1] = (container, at, key)
                 else:
@@ -188,7 +196,9 @@ def parse_yaml(text: str, source: str, name: str = "") -> Document:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark is not None and has_lines else source
-        raise InputError("YAML", expected="valid syntax", got=str(getattr(error, "problem", error) or error).replace("\n", " "), where=where) from None
+        raise InputError(
+            "YAML", expected="valid syntax", got=str(getattr(error, "problem", error) or error).replace("\n", " "), where=where
+        ) from None
     return Document(root[0] if root else None, source, lines)
 
 
@@ -224,7 +234,12 @@ def build(spec: type[S], document: Document) -> S:
         The first problem, with ``file:line``, field, expected, got and fix; further problems are counted.
     """
     if not isinstance(document.data, dict):
-        raise InputError("document", expected=f"a mapping of {', '.join(list(spec.model_fields)[:6])}, ...", got=_show(document.data), where=document.where(()))
+        raise InputError(
+            "document",
+            expected=f"a mapping of {', '.join(list(spec.model_fields)[:6])}, ...",
+            got=_show(document.data),
+            where=document.where(()),
+        )
     try:
         return spec.model_validate(document.data)
     except ValidationError as error:
@@ -232,7 +247,13 @@ def build(spec: type[S], document: Document) -> S:
         first, more = problems[0], len(problems) - 1
         failure = _to_input_error(dict(first), document)
         if more:
-            failure = InputError(failure.what, expected=failure.expected, got=failure.got, where=failure.where, fix=(failure.fix + " " if failure.fix else "") + f"(and {more} more)")
+            failure = InputError(
+                failure.what,
+                expected=failure.expected,
+                got=failure.got,
+                where=failure.where,
+                fix=(failure.fix + " " if failure.fix else "") + f"(and {more} more)",
+            )
         raise failure from None
 
 
@@ -267,7 +288,13 @@ def _to_input_error(problem: dict[str, Any], document: Document) -> InputError:
         return InputError(name, expected="a value", got="none", fix=f'add "{path[-1] if path else loc[-1]}"', where=where)
     if kind == "literal_error":
         expected = str(problem.get("ctx", {}).get("expected", ""))
-        return InputError(name, expected=f"one of {expected}", got=got, fix=did_you_mean(str(problem.get("input")), re.findall(r"'([^']*)'", expected)).split("known:")[0].strip(), where=where)
+        return InputError(
+            name,
+            expected=f"one of {expected}",
+            got=got,
+            fix=did_you_mean(str(problem.get("input")), re.findall(r"'([^']*)'", expected)).split("known:")[0].strip(),
+            where=where,
+        )
     message = message.removeprefix("Value error, ").removeprefix("Input should be ")
     return InputError(name, expected=message, got=got, where=where)
 

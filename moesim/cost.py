@@ -40,8 +40,9 @@ class Costs:
         with np.errstate(divide="ignore"):
             limit = np.where(self.shares > 0, self.capacity / self.shares, np.inf).min(axis=1, initial=np.inf)
         rate = np.minimum(self.cap, limit[work])
-        flow = np.array([ceil_ps(v / r) if v > 0 else 0 for v, r in zip(self.volume.tolist(), rate.tolist(), strict=True)], np.int64)
-        return self.latency_ps + flow
+        kinds, which = np.unique(np.stack([self.volume, rate]), axis=1, return_inverse=True)
+        flow = np.array([ceil_ps(v / r) if v > 0 else 0 for v, r in zip(*kinds.tolist(), strict=True)], np.int64)
+        return self.latency_ps + flow[which]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,12 @@ class CostModel:
                 found = self._storage(work)
             else:
                 known = [*hw.devices, *hw.links, *hw.storage]
-                raise InputError(f"resource of hardware {hw.name}", expected="one it has", got=f'"{work.resource}"', fix=did_you_mean(work.resource, known))
+                raise InputError(
+                    f"resource of hardware {hw.name}",
+                    expected="one it has",
+                    got=f'"{work.resource}"',
+                    fix=did_you_mean(work.resource, known),
+                )
             self._prices[work] = found
         return found
 
@@ -98,18 +104,17 @@ class CostModel:
         """Return the costs of a fragment's tasks."""
         prices = [self.price(w) for w in fragment.works]
         rows = fragment.work
-        factor = np.ones(len(rows))
+        volume = np.array([p.volume for p in prices])[rows]
+        shares = np.array([p.shares for p in prices], np.float64).reshape(len(prices), len(self.channels))
         if self.jitter > 0 and self.rng is not None:
             factor = np.exp(np.abs(self.rng.normal(0.0, self.jitter, len(rows))))
-        latency_s = np.array([p.latency_s for p in prices])[rows] * factor
-        return Costs(
-            self.channels,
-            self.capacity,
-            np.array([ceil_ps(x) for x in latency_s.tolist()], np.int64),
-            np.array([p.volume for p in prices])[rows],
-            np.array([p.cap for p in prices])[rows] / factor,
-            np.array([p.shares for p in prices], np.float64).reshape(len(prices), len(self.channels)),
-        )
+            slowed = np.array([p.latency_s for p in prices])[rows] * factor
+            latency_ps = np.array([ceil_ps(x) for x in slowed.tolist()], np.int64)
+            cap = np.array([p.cap for p in prices])[rows] / factor
+        else:
+            latency_ps = np.array([ceil_ps(p.latency_s) for p in prices], np.int64)[rows]
+            cap = np.array([p.cap for p in prices])[rows]
+        return Costs(self.channels, self.capacity, latency_ps, volume, cap, shares)
 
     def _shares(self, *channels: str) -> tuple[float, ...]:
         shares = [0.0] * len(self.channels)
@@ -155,4 +160,6 @@ class CostModel:
         cap = self.hardware.read_flow_cap(work.resource, request, work.depth, engine=engine or "direct", fast=region == "fast")
         rounds = math.ceil(math.ceil(work.transfer_bytes / disk.request_bytes(request, engine or "direct")) / max(work.depth, 1))
         memory = next(t for t in ("ram", "unified") if t in self.hardware.tiers)
-        return Price(rounds * disk.latency.value, float(work.transfer_bytes), cap, self._shares(self._channel(disk.tier), self._channel(memory)))
+        return Price(
+            rounds * disk.latency.value, float(work.transfer_bytes), cap, self._shares(self._channel(disk.tier), self._channel(memory))
+        )

@@ -46,8 +46,9 @@ _PAIRS = {1: ((0, 1), (1, 2)), 2: ((0, 2), (2, 4)), 4: ((0, 4), (4, 8)), 8: ((0,
 _WARM = 4  # rows of a calibration sequence before the first that counts
 _FEWEST_PAIRS = 30
 # Successions of classes are taken back this far towards independence: at full strength the chain swings back after two rows, and
-# reuse at lag 2 came out as high as at lag 1 (chosen on mmlu_dev, where 0.5 and 0.7 serve alike and 1 does not).
-_SUCCESSION = 0.7
+# reuse at lag 2 came out as high as at lag 1 (chosen on mmlu_dev's half A).
+_SUCCESSION = 0.5
+_STRETCH = 1.8  # of the class means, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,11 @@ def fit(
     if rows.n_rows < 32:
         raise InputError("trace", expected="at least 32 rows to fit a profile to", got=str(rows.n_rows), fix="record a longer trace")
     if rounds < 1 or rank < 1 or classes < 1 or max_rows < 32:
-        raise InputError("fit", expected="rounds, rank and classes of at least 1, max_rows of at least 32", got=f"{rounds}, {rank}, {classes}, {max_rows}")
+        raise InputError(
+            "fit",
+            expected="rounds, rank and classes of at least 1, max_rows of at least 32",
+            got=f"{rounds}, {rank}, {classes}, {max_rows}",
+        )
     name = source or str(trace.meta.get("dataset", "a trace"))
     learned = _limited(rows, rng)
     rank = max(1, min(rank, learned.n_rows // 12, rows.n_layers * rows.n_experts))
@@ -113,7 +118,9 @@ def fit(
         notes.append("the trace holds prefill only: decode is assumed to be alike")
     elif prefill.any():
         shift = _prefill_shift(trace, rows)
-        notes.append(f"prefill: popularity of {int(prefill.sum())} rows; reuse and dependence between layers are assumed to be those of decode")
+        notes.append(
+            f"prefill: popularity of {int(prefill.sum())} rows; reuse and dependence between layers are assumed to be those of decode"
+        )
     else:
         notes.append("the trace holds no prefill: it is drawn like decode")
     model = str(trace.meta.get("model", "unknown model"))
@@ -236,11 +243,11 @@ def _calibrated(profile: LikeProfile, targets: Targets, rng: np.random.Generator
         missing = _missing(scores.reshape(n_sequences, len(at), -1), {lag: aim[lag] * moment for lag, moment in targets.moments.items()})
         inverse = response_inverse(factors - factors.mean(axis=0), scores, 0.03)
         wanted = [_at_lag(profile.drift, FACTOR_PERSISTENCE, lag) + gain * inverse.T @ missing[lag] @ inverse for lag in lags]
-        # More covariance between layers than the classes and Gaussian factors can give: stretch both, up to a half.
+        # Covariance between layers that is missing is given by classes farther apart: a wider Gaussian would blur them instead.
         ratio = np.trace(targets.moments[0]) / max(np.trace(targets.moments[0] - missing[0]), 1e-9)
-        stretch = min(1.5 / swell, float(np.clip(ratio ** (0.3 * gain), 0.95, 1.08)))
-        swell, total = swell * stretch, total * stretch**2
-        drift = drift_covariances([total, *wanted], [0, *lags], [6.0] + [1.0] * len(lags), FACTOR_PERSISTENCE, profile.drift * stretch**2, 40)
+        stretch = min(_STRETCH / swell, float(np.clip(ratio ** (0.3 * gain), 0.95, 1.08)))
+        swell *= stretch
+        drift = drift_covariances([total, *wanted], [0, *lags], [6.0] + [1.0] * len(lags), FACTOR_PERSISTENCE, profile.drift, 40)
         changes: dict[str, Any] = {"drift": drift, "class_mean": profile.class_mean * stretch}
         if number > 1:
             classes = latent.classes.reshape(n_sequences, length)

@@ -88,7 +88,9 @@ def generate(
     gap = np.minimum(position, 1)
     ids = draw_experts(profile, latent.factors, rng, gap, phase == PREFILL)
     entropy = getattr(rng.bit_generator.seed_seq, "entropy", None)
-    caveats = [] if profile.prefill_shift is not None or not prefill_rows else ["prefill is drawn like decode: the profile does not know it"]
+    caveats = (
+        [] if profile.prefill_shift is not None or not prefill_rows else ["prefill is drawn like decode: the profile does not know it"]
+    )
     meta = {
         "model": profile.model,
         "dataset": "generated like " + profile.source,
@@ -115,7 +117,9 @@ def _lengths(n_rows: int, n_sequences: int, lengths: Sequence[int] | None) -> ND
     if lengths is not None:
         rows = np.array(lengths, dtype=np.int64)
         if not rows.size or rows.min() < 1 or rows.sum() != n_rows:
-            raise InputError("lengths", expected=f"numbers of at least 1 that add up to n_rows = {n_rows}", got=f"{len(rows)} numbers, sum {rows.sum()}")
+            raise InputError(
+                "lengths", expected=f"numbers of at least 1 that add up to n_rows = {n_rows}", got=f"{len(rows)} numbers, sum {rows.sum()}"
+            )
         return rows
     if not 1 <= n_sequences <= n_rows:
         raise InputError("n_rows", expected=f"at least one row for each of {n_sequences} sequences (at least 1)", got=str(n_rows))

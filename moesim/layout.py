@@ -82,11 +82,19 @@ class Layout:
         for part in ("embeddings", "lookup"):
             tier = getattr(placement, part)
             if tier and tier not in hardware.tiers:
-                raise InputError(f"placement.{part}", expected="a tier of the machine", got=f'"{tier}"', fix=did_you_mean(tier, hardware.tiers))
+                raise InputError(
+                    f"placement.{part}", expected="a tier of the machine", got=f'"{tier}"', fix=did_you_mean(tier, hardware.tiers)
+                )
         self._check_formats()
         if scenario.memory.kv_from_experts and scenario.memory.kv == "maximum":
-            raise InputError("memory.kv", expected="live or paged with kv_from_experts", got="maximum", fix="a cache at its maximum never grows")
-        if scenario.prefetch.on and scenario.prefetch.into == "buffers" and len({self.tier_of(self.expert_device[x]) for x in self.moe_layers}) > 1:
+            raise InputError(
+                "memory.kv", expected="live or paged with kv_from_experts", got="maximum", fix="a cache at its maximum never grows"
+            )
+        if (
+            scenario.prefetch.on
+            and scenario.prefetch.into == "buffers"
+            and len({self.tier_of(self.expert_device[x]) for x in self.moe_layers}) > 1
+        ):
             raise InputError("prefetch.into", expected="cache, where experts run from several tiers", got="buffers")
         work = scenario.workload
         self.most_tokens = work.batch * max(min(work.prefill_chunk, work.prompt_tokens), 1)
@@ -143,7 +151,9 @@ class Layout:
         for name, link in self.hardware.links.items():
             if (link.source, link.target) == (source, target):
                 return name
-        raise InputError(f"hardware {self.hardware.name}", expected=f"a link from {source} to {target}", got=", ".join(self.hardware.links) or "no links")
+        raise InputError(
+            f"hardware {self.hardware.name}", expected=f"a link from {source} to {target}", got=", ".join(self.hardware.links) or "no links"
+        )
 
     # ---- pools
 
@@ -196,7 +206,9 @@ class Layout:
         everything = sum(m * s for m, s in zip(most, sizes, strict=True))
         where = f"placement.pools.{tier}"
         if spec.refresh_tokens and spec.policy != "static":
-            raise InputError(f"{where}.refresh_tokens", expected="0, or policy static", got=f"{spec.refresh_tokens} with policy {spec.policy}")
+            raise InputError(
+                f"{where}.refresh_tokens", expected="0, or policy static", got=f"{spec.refresh_tokens} with policy {spec.policy}"
+            )
         slots, transient = self._transient(tier, spec, sizes, hold_all=spec.hold == "all")
         shrinks = self.scenario.memory.kv_from_experts and tier in self.kv_tiers
         counts: list[int]
@@ -232,9 +244,16 @@ class Layout:
         if all(c == m for c, m in zip(counts, most, strict=True)):
             if not shrinks:
                 transient = slots = 0
-        elif spec.policy != "static" and (used < max(sizes) if spec.scope == "global" else any(c == 0 < m for c, m in zip(counts, most, strict=True))):
+        elif spec.policy != "static" and (
+            used < max(sizes) if spec.scope == "global" else any(c == 0 < m for c, m in zip(counts, most, strict=True))
+        ):
             room = "one expert" if spec.scope == "global" else "one expert of each layer"
-            raise InputError(f"{where}.hold", expected=f"room for at least {room} under {spec.policy}", got=str(hold), fix="hold more, or use policy static")
+            raise InputError(
+                f"{where}.hold",
+                expected=f"room for at least {room} under {spec.policy}",
+                got=str(hold),
+                fix="hold more, or use policy static",
+            )
         if not self.disk and tier == self.main_tier and any(c < m for c, m in zip(counts, most, strict=True)):
             raise InputError(f"{where}.hold", expected="all experts, as the machine has no storage", got=str(hold))
         return PoolPlan(tier, spec, layers, tuple(counts), used, slots, transient)
@@ -329,7 +348,9 @@ class Layout:
         for tier, pool in self.pools.items():
             note = f"{_span(pool.counts)} of {model.n_experts} experts per layer, {pool.spec.policy}"
             add("routed experts", tier, "experts", pool.bytes, note=note)
-            add("transient slots", tier, "buffers", pool.transient_bytes, note=f"{pool.transient_slots} slots for experts that pass through")
+            add(
+                "transient slots", tier, "buffers", pool.transient_bytes, note=f"{pool.transient_slots} slots for experts that pass through"
+            )
         for tier in self.kv_tiers:
             add("KV cache", tier, "kv", *self._kv_line(tier, context_tokens))
         out += self.buffer_lines()
@@ -347,7 +368,11 @@ class Layout:
         if memory.kv_bytes is not None:
             return memory.kv_bytes // len(self.kv_tiers), "assumed", "allowance stated by the scenario"
         if memory.kv_from_experts:
-            return self.kv_bytes(tier, work.cached_tokens), "spec", f"{work.cached_tokens} tokens x {work.batch} at the start; grows into the expert pool"
+            return (
+                self.kv_bytes(tier, work.cached_tokens),
+                "spec",
+                f"{work.cached_tokens} tokens x {work.batch} at the start; grows into the expert pool",
+            )
         return self.kv_bytes(tier, context_tokens), "spec", f"{context_tokens} tokens x {work.batch}, {memory.kv}"
 
     @cached_property
@@ -370,7 +395,11 @@ class Layout:
 
         def fits(context: int) -> bool:
             for tier, capacity in self.capacities.items():
-                experts = sum(x.bytes for x in self.ledger.lines if x.tier == tier and x.pool == "experts") if self.scenario.memory.kv_from_experts else 0
+                experts = (
+                    sum(x.bytes for x in self.ledger.lines if x.tier == tier and x.pool == "experts")
+                    if self.scenario.memory.kv_from_experts
+                    else 0
+                )
                 if self.fixed_bytes(tier) - experts + self.kv_bytes(tier, context) > capacity.usable_bytes:
                     return False
             return True

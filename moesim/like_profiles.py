@@ -36,7 +36,9 @@ def find_like(name: str, base: Path | None = None, where: str = "") -> LikeProfi
             continue
     if name in known:
         return read_like(known[name])
-    raise InputError("profile", expected="a bundled name or a file of moesim trace fit", got=f'"{name}"', fix=did_you_mean(name, known), where=where)
+    raise InputError(
+        "profile", expected="a bundled name or a file of moesim trace fit", got=f'"{name}"', fix=did_you_mean(name, known), where=where
+    )
 
 
 def read_like(path: Path) -> LikeProfile:

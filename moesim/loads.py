@@ -80,12 +80,16 @@ class Loader:
             sizes = [layout.expert_bytes[layer] for layer in self.moe]
             above = layout.pools[layout.tier_of(layout.expert_device[self.moe[0]])]
             first = sum(above.counts) + above.transient_slots  # slots are numbered through a tier
-            self.buffers = [Passing(layout.layer_set * max(sizes), sizes, first + i * layout.layer_set, is_buffer=True) for i in range(prefetch.buffers)]
+            self.buffers = [
+                Passing(layout.layer_set * max(sizes), sizes, first + i * layout.layer_set, is_buffer=True) for i in range(prefetch.buffers)
+            ]
         region = layout.hardware.storage[layout.disk].fast_region if layout.disk else None
         self.fast_share = region.share.value if region is not None else 0.0
         self.fast = frozenset(range(int(self.fast_share * len(self.moe) * self.n_experts)))  # file order: the first keys
 
-    def _pool(self, plan: PoolPlan, popularity: NDArray[np.int64], future: Callable[[], Iterable[tuple[int, list[int]]]], taken: set[int]) -> TierPool:
+    def _pool(
+        self, plan: PoolPlan, popularity: NDArray[np.int64], future: Callable[[], Iterable[tuple[int, list[int]]]], taken: set[int]
+    ) -> TierPool:
         """Build the caches of one tier and place what it holds from the start; ``taken`` lies in an upper static pool for good."""
         spec, layout = plan.spec, self.layout
         sizes = {self._index(layer): layout.expert_bytes[layer] for layer in plan.layers}
@@ -285,13 +289,30 @@ class Loader:
             if room is None:
                 return
             after = [(task, Dep.DATA) for task in (resident.uses or resident.loads)]
-            self._move(self.layout.link(tier, self.main), self.main, [key], below.residents, {}, [*issue, *after], (self.step, key // self.n_experts), False)
+            self._move(
+                self.layout.link(tier, self.main),
+                self.main,
+                [key],
+                below.residents,
+                {},
+                [*issue, *after],
+                (self.step, key // self.n_experts),
+                False,
+            )
             resident.reads = [room.loads[-1]]
 
         return leave
 
     def _move(
-        self, lane: str, tier: str, keys: Sequence[int], into: dict[int, Resident], below: dict[int, Resident], issue: Deps, use: Use, prefetch: bool
+        self,
+        lane: str,
+        tier: str,
+        keys: Sequence[int],
+        into: dict[int, Resident],
+        below: dict[int, Resident],
+        issue: Deps,
+        use: Use,
+        prefetch: bool,
     ) -> None:
         """Emit the load tasks of one hop: one an expert, one a matrix, or one for all, as the granularity says."""
         if not keys:

@@ -240,7 +240,9 @@ class Planner:
         deps = self._bring(self.where[mb], device, self.out[mb], layer, tokens)
         self.where[mb] = device
         new = step.rows.shape[1]
-        attention = self._task(Kind.ATTENTION, device, self.works.attention(layer, self.sequences[mb], new, step.context + new), deps, layer)
+        attention = self._task(
+            Kind.ATTENTION, device, self.works.attention(layer, self.sequences[mb], new, step.context + new), deps, layer
+        )
         if k == 0:
             for tier, line, delta in self._changes:
                 self.builder.memory(attention, False, self.tiers.index(tier), self.lines.index(line), delta)
@@ -457,7 +459,13 @@ def _tally(ids: NDArray[np.int16]) -> dict[int, int]:
 
 def lanes_of(layout: Layout) -> tuple[Lane, ...]:
     """Return the lanes of a layout: devices first, then links, then storage (whose width is the number of I/O threads)."""
-    used = {*layout.attention_device, *layout.shared_device, *layout.expert_device, layout.head_device, *(["cpu"] if layout.in_place else [])}
+    used = {
+        *layout.attention_device,
+        *layout.shared_device,
+        *layout.expert_device,
+        layout.head_device,
+        *(["cpu"] if layout.in_place else []),
+    }
     scenario = layout.scenario
     lanes = [Lane(name) for name in layout.hardware.devices if name in used]
     lanes += [Lane(name, discipline=scenario.lanes) for name in layout.hardware.links]

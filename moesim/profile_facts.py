@@ -6,25 +6,27 @@ depend on each other. ``expand`` turns them into a ``LikeProfile``: random loadi
     log rate u = bias + signal * (z . f) / sqrt(R),   z ~ N(0, 1) from the file's seed,   f = drifting factors of total variance 1,
 
 ranks dealt to experts at random, and biases solved so that the mean of 1 - exp(-exp(u)) over f is K times the share of the expert
-(Gauss-Hermite quadrature). Which expert is hot, and which experts go together, is invented: only the curves and the figures are facts.
+(Gauss-Hermite quadrature), then corrected by a few draws, because a cell has exactly K places. Which expert is hot, and which experts go together, is invented: only the curves and the figures are facts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesim.errors import InputError
+from moesim.generate_like import draw_experts
 from moesim.routing_profile import CLASS_PERSISTENCE, FACTOR_PERSISTENCE, Figure, LikeProfile
 
 FORMAT = "moesim-like-facts v1"
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(24)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
 _NUMBERS = ("signal", "repeat")
+_CORRECTIONS, _CORRECTION_ROWS = 6, 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,23 @@ class Facts:
             least = 0 if name == "seed" else 1
             if type(value) is not int or not least <= value <= most:
                 raise InputError(name, expected=f"a whole number from {least} to {most}", got=repr(value)[:40])
-        if not self.shares or not all(len(curve) == len(self.shares[0]) >= self.top_k for curve in self.shares) or len(self.shares) > self.n_layers:
+        if (
+            not self.shares
+            or not all(len(curve) == len(self.shares[0]) >= self.top_k for curve in self.shares)
+            or len(self.shares) > self.n_layers
+        ):
             raise InputError("shares", expected=f"1 to {self.n_layers} curves of one length, at least top_k = {self.top_k}", got="others")
         for curve in self.shares:
-            if not all(_number(x) and 0 <= x <= 1 for x in curve) or abs(sum(curve) - 1) > 0.01 or list(curve) != sorted(curve, reverse=True):
+            if (
+                not all(_number(x) and 0 <= x <= 1 for x in curve)
+                or abs(sum(curve) - 1) > 0.01
+                or list(curve) != sorted(curve, reverse=True)
+            ):
                 raise InputError("shares", expected="falling shares that sum to 1", got=f"{str(curve)[:60]}")
         if not all(_number(getattr(self, name)) for name in _NUMBERS) or not 0 <= self.repeat < 1 or not 0 <= self.signal <= 50:
-            raise InputError("signal, repeat", expected="numbers from 0 to 50, and from 0 to below 1", got=f"{self.signal}, {self.repeat}"[:60])
+            raise InputError(
+                "signal, repeat", expected="numbers from 0 to 50, and from 0 to below 1", got=f"{self.signal}, {self.repeat}"[:60]
+            )
         good = len(self.mix) == len(FACTOR_PERSISTENCE) and all(_number(x) and x >= 0 for x in self.mix)
         if not good or abs(sum(self.mix) - 1) > 1e-3:
             raise InputError("mix", expected=f"{len(FACTOR_PERSISTENCE)} shares that sum to 1", got=str(self.mix)[:60])
@@ -88,7 +100,18 @@ class Facts:
 
 def parse_facts(data: dict[str, Any], where: str) -> Facts:
     """Make facts of plain data, or raise an InputError at ``where``."""
-    kinds = {"model": str, "source": str, "n_layers": int, "top_k": int, "rank": int, "seed": int, "shares": list, "mix": list, "figures": list, "notes": list}
+    kinds = {
+        "model": str,
+        "source": str,
+        "n_layers": int,
+        "top_k": int,
+        "rank": int,
+        "seed": int,
+        "shares": list,
+        "mix": list,
+        "figures": list,
+        "notes": list,
+    }
     for name, kind in kinds.items():
         if not isinstance(data.get(name), kind):
             raise InputError(name, expected=f"a {kind.__name__}", got=repr(data.get(name))[:60], where=where)
@@ -99,7 +122,9 @@ def parse_facts(data: dict[str, Any], where: str) -> Facts:
         raise InputError("shares, notes", expected="lists of numbers, and texts", got="others", where=where)
     try:
         figures = tuple(Figure(**figure) for figure in data["figures"])
-        fields = {name: data[name] for name in kinds if name not in ("shares", "mix", "figures", "notes")} | {name: data[name] for name in _NUMBERS}
+        fields = {name: data[name] for name in kinds if name not in ("shares", "mix", "figures", "notes")} | {
+            name: data[name] for name in _NUMBERS
+        }
         shares = tuple(tuple(curve) for curve in data["shares"])
         return Facts(**fields, shares=shares, mix=tuple(data["mix"]), figures=figures, notes=tuple(data["notes"]))
     except TypeError as error:
@@ -116,7 +141,7 @@ def expand(facts: Facts) -> LikeProfile:
     curves = np.array(facts.shares)[np.arange(n_layers) * len(facts.shares) // n_layers]
     share = np.stack([rng.permutation(curve) for curve in curves])
     bias = _bias(np.clip(facts.top_k * share, 1e-5, 0.98), np.sqrt((loadings**2).sum(axis=2)))
-    return LikeProfile(
+    profile = LikeProfile(
         model=facts.model,
         source=facts.source,
         top_k=facts.top_k,
@@ -131,6 +156,14 @@ def expand(facts: Facts) -> LikeProfile:
         figures=facts.figures,
         notes=facts.notes,
     )
+    for _ in range(_CORRECTIONS):
+        factors = rng.standard_normal((_CORRECTION_ROWS, rank))
+        ids = draw_experts(profile, factors, rng, np.zeros(_CORRECTION_ROWS, dtype=np.int64)).astype(np.int64)
+        keys = ids + np.arange(n_layers)[:, None] * n_experts
+        seen = np.bincount(keys.ravel(), minlength=n_layers * n_experts).reshape(n_layers, n_experts) / _CORRECTION_ROWS
+        wanted = facts.top_k * share
+        profile = replace(profile, bias=profile.bias + facts.signal * 0.5 * np.clip(np.log((wanted + 0.005) / (seen + 0.005)), -1, 1))
+    return profile
 
 
 def _bias(chance: NDArray[np.float64], spread: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -109,7 +109,9 @@ class TierPool:
         Called with (key, resident) before the room of one who leaves is given back.
     """
 
-    def __init__(self, caches: list[ExpertPool], rooms: list[Rooms], cache_of: Callable[[int], int], bytes_of: Callable[[int], int]) -> None:
+    def __init__(
+        self, caches: list[ExpertPool], rooms: list[Rooms], cache_of: Callable[[int], int], bytes_of: Callable[[int], int]
+    ) -> None:
         self.caches, self.rooms, self.cache_of, self.bytes_of = caches, rooms, cache_of, bytes_of
         self.residents: dict[int, Resident] = {}
         self.on_leave: Callable[[int, Resident], None] = _nothing

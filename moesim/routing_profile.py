@@ -24,7 +24,17 @@ MAX_FILE_BYTES = 64 * 2**20  # 61 layers x 256 experts at rank 48 take 3 MB
 FACTOR_PERSISTENCE = (1.0, 0.97, 0.8, 0.45, 0.0)
 CLASS_PERSISTENCE = (1.0, 0.97, 0.8)
 BASES = ("measured", "published", "assumed")
-_UNITS = {"bias": 1e-3, "loadings": 1e-2, "class_share": 1e-5, "class_step": 1e-2, "class_mean": 1e-2, "class_drift": 1e-3, "drift": 1e-4, "repeat": 1e-3, "prefill_shift": 1e-2}
+_UNITS = {
+    "bias": 1e-3,
+    "loadings": 1e-2,
+    "class_share": 1e-5,
+    "class_step": 1e-2,
+    "class_mean": 1e-2,
+    "class_drift": 1e-3,
+    "drift": 1e-4,
+    "repeat": 1e-3,
+    "prefill_shift": 1e-2,
+}
 _MOST = 1_000  # above any logit or variance that a fit can give: a larger value is damage
 
 
@@ -219,7 +229,11 @@ def parse_like(data: Any, where: str) -> LikeProfile:
 def _parse(data: Any) -> LikeProfile:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         got = data.get("format") if isinstance(data, dict) else data
-        fix = "make one with: moesim trace fit" if not isinstance(got, str) or "profile" not in got else "counts without order: use trace.counts"
+        fix = (
+            "make one with: moesim trace fit"
+            if not isinstance(got, str) or "profile" not in got
+            else "counts without order: use trace.counts"
+        )
         raise InputError("format", expected=f'"{FORMAT}"', got=repr(got)[:80], fix=fix)
     kinds = {"model": str, "source": str, "top_k": int, "figures": list, "notes": list, "arrays": dict}
     for name, kind in kinds.items():
@@ -245,7 +259,12 @@ def _parse(data: Any) -> LikeProfile:
     if share.sum() > 0:
         arrays["class_share"] = share / share.sum() if abs(share.sum() - 1) < 1e-2 else share
     return LikeProfile(
-        data["model"], data["source"], data["top_k"], **arrays, figures=tuple(Figure(**f) for f in data["figures"]), notes=tuple(data["notes"])
+        data["model"],
+        data["source"],
+        data["top_k"],
+        **arrays,
+        figures=tuple(Figure(**f) for f in data["figures"]),
+        notes=tuple(data["notes"]),
     )
 
 

@@ -22,8 +22,10 @@ from moesim.config import Document
 from moesim.cost import CostModel, Costs
 from moesim.errors import InputError
 from moesim.generate import from_popularity, popularity_from_counts_csv, uniform, zipf_popularity
+from moesim.generate_like import generate as draw_like
 from moesim.hardware import HardwareProfile, assumed_figures, load_hardware
 from moesim.layout import Layout
+from moesim.like_profiles import find_like
 from moesim.model import ModelSpec
 from moesim.model_files import load_model_with_plan
 from moesim.planner import Planner
@@ -70,7 +72,9 @@ class Case:
         if prefetch.on:
             if prefetch.distance > len(self.layout.moe_layers):
                 most, where = len(self.layout.moe_layers), self.document.where(("prefetch", "distance"))
-                raise InputError("prefetch.distance", expected=f"at most {most}, the model's MoE layers", got=str(prefetch.distance), where=where)
+                raise InputError(
+                    "prefetch.distance", expected=f"at most {most}, the model's MoE layers", got=str(prefetch.distance), where=where
+                )
             options: dict[str, Any] = {"threshold": prefetch.threshold}
             if prefetch.predictor == "gate-lookahead":
                 options |= {"recall": prefetch.recall, "loss": prefetch.recall_loss, "seed": self.scenario.seed}
@@ -203,7 +207,7 @@ def _routing(case: Case) -> Routing:
         identity = trace.hash
         if use.source:
             notes.append(f"the trace {use.source} is absent: generated instead")
-        notes.append(f"generated: independent draws, {how}; real routers repeat themselves more")
+        notes += [f"generated: {how}", *trace.meta["caveats"]]
     if use.train_fraction > 0:
         train, rest = trace.split(use.train_fraction)
     else:
@@ -241,6 +245,13 @@ def _generate(case: Case, how: str, n_layers: int, n_experts: int, top_k: int) -
     n_rows = 2 * work.batch * (work.prompt_tokens + work.output_tokens)
     if how == "uniform":
         return uniform(n_rows, n_layers, n_experts, top_k, rng, **shape), "uniform"
+    if how == "like":
+        profile = find_like(use.profile, case.base, case.document.where(("trace", "profile")))
+        got = (profile.n_layers, profile.n_experts, profile.top_k)
+        if got != (n_layers, n_experts, top_k):
+            want = f"a profile of {n_layers} layers x {n_experts} experts, top-{top_k}"
+            raise InputError("trace.profile", expected=want, got=f"{got[0]} x {got[1]}, top-{got[2]}", fix="choose the model's own profile")
+        return draw_like(profile, n_rows, rng, **shape), f"like {use.profile}"
     if how == "zipf":
         popularity: NDArray[Any] = zipf_popularity(n_layers, n_experts, use.zipf_exponent, rng)
         return from_popularity(popularity, top_k, n_rows, rng, **shape), f"zipf, exponent {use.zipf_exponent:g}"
@@ -250,7 +261,9 @@ def _generate(case: Case, how: str, n_layers: int, n_experts: int, top_k: int) -
     else:
         popularity = popularity_from_counts_csv(path, use.counts_model)
     if popularity.shape != (n_layers, n_experts):
-        raise InputError("trace.counts", expected=f"{n_layers} layers x {n_experts} experts", got=f"{popularity.shape[0]} x {popularity.shape[1]}")
+        raise InputError(
+            "trace.counts", expected=f"{n_layers} layers x {n_experts} experts", got=f"{popularity.shape[0]} x {popularity.shape[1]}"
+        )
     return from_popularity(popularity, top_k, n_rows, rng, **shape), f"popularity of {use.counts}"
 
 
@@ -279,7 +292,9 @@ def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> 
         return _simulate(case, progress)
     except OverflowError:
         where = case.document.where(("hardware",))
-        raise InputError("hardware", expected="a run of less than 106 days (2**63 ps)", got="a longer one", fix="check rates and latencies", where=where) from None
+        raise InputError(
+            "hardware", expected="a run of less than 106 days (2**63 ps)", got="a longer one", fix="check rates and latencies", where=where
+        ) from None
 
 
 def _simulate(case: Case, progress: Callable[[int, int], None] | None) -> Result:
@@ -302,7 +317,9 @@ def _simulate(case: Case, progress: Callable[[int, int], None] | None) -> Result
     ended.append(engine.finish())
     schedule.fragments = [fragment for fragment, _ in parts]
     timeline = Timeline.concat(ended)
-    oom = planner.out_of_memory.as_dict() if planner.out_of_memory is not None else None
+    oom = None
+    if planner.out_of_memory is not None:
+        oom = planner.out_of_memory.as_dict() | {"max_context_tokens": case.layout.max_context_tokens}
     if not parts:
         return Result(case, schedule, timeline, None, None, oom, 0)
     tasks = metrics.join(planner.lanes, parts, timeline)

@@ -103,9 +103,7 @@ def make_steps(trace: RoutingTrace, workload: Workload, use: TraceUse) -> Steps:
     return Steps(prompts, answers, workload.prefill_chunk, workload.cached_tokens, tuple(dict.fromkeys(notes)))
 
 
-def _slots(
-    sequences: list[NDArray[np.int64]], batch: int, needed: int, use: TraceUse, field: str, notes: list[str]
-) -> NDArray[np.int64]:
+def _slots(sequences: list[NDArray[np.int64]], batch: int, needed: int, use: TraceUse, field: str, notes: list[str]) -> NDArray[np.int64]:
     """Return (batch, needed) rows: slot i takes sequence i, and where that is too short goes on as the scenario allows."""
     out = np.zeros((batch, needed), np.int64)
     if needed == 0:

@@ -38,7 +38,9 @@ class Works:
         tokens = sequences * new_tokens
         weights = model.part_bytes(plan, "attention", layer) + model.part_bytes(plan, "norms", layer)
         kept = model.kv_tokens(layer, context)
-        cache_bytes = sequences * (kept + new_tokens) * model.kv_bytes_per_token(plan, layer, compressed) + 2 * sequences * model.state_bytes(plan, layer)
+        cache_bytes = sequences * (kept + new_tokens) * model.kv_bytes_per_token(
+            plan, layer, compressed
+        ) + 2 * sequences * model.state_bytes(plan, layer)
         flops = model.linear_flops(layer, "attention", tokens) + sequences * model.attention_flops(layer, new_tokens, context, compressed)
         return Work(
             self.layout.attention_device[layer], flops=flops, compute=plan.format("attention", layer).compute, weight_bytes=weights,
@@ -66,7 +68,13 @@ class Works:
     def combine(self, layer: int, tokens: int) -> Work:
         """Weighted sum of the experts' outputs and the residual."""
         size = self._hidden(tokens) * (self.model.top_k + 1)
-        return Work(self.layout.attention_device[layer], flops=float(2 * self.model.top_k * tokens * self.model.hidden_size), state_bytes=size, kernels=COMBINE_KERNELS, tokens=tokens)
+        return Work(
+            self.layout.attention_device[layer],
+            flops=float(2 * self.model.top_k * tokens * self.model.hidden_size),
+            state_bytes=size,
+            kernels=COMBINE_KERNELS,
+            tokens=tokens,
+        )
 
     def head(self, emits: int) -> Work:
         """Logits and sampling of the sequences that get a token; without any, nothing but the end of the step."""
@@ -91,11 +99,29 @@ class Works:
         compute = self.plan.format("routed_experts", layer).compute
         flops, state = self.model.expert_flops(layer, tokens), 2 * self._hidden(tokens)
         if self._granular != "matrix":
-            return [Work(device, flops=flops, compute=compute, weight_bytes=self.layout.expert_bytes[layer], state_bytes=state, kernels=EXPERT_KERNELS, tokens=tokens)]
+            return [
+                Work(
+                    device,
+                    flops=flops,
+                    compute=compute,
+                    weight_bytes=self.layout.expert_bytes[layer],
+                    state_bytes=state,
+                    kernels=EXPERT_KERNELS,
+                    tokens=tokens,
+                )
+            ]
         sizes = self.model.expert_matrix_bytes(self.plan, layer)
         total = sum(sizes.values())
         return [
-            Work(device, flops=flops * size / total, compute=compute, weight_bytes=size, state_bytes=state * size // total, kernels=1, tokens=tokens)
+            Work(
+                device,
+                flops=flops * size / total,
+                compute=compute,
+                weight_bytes=size,
+                state_bytes=state * size // total,
+                kernels=1,
+                tokens=tokens,
+            )
             for size in sizes.values()
         ]
 
@@ -125,7 +151,16 @@ class Works:
                 out.append(Work(lane, transfer_bytes=size, operations=experts, mode="pinned" if io.pinned else "pageable"))
                 continue
             extents = experts if io.layout == "merged" else sum(-(-s // io.scattered_piece) for s in group) * experts
-            out.append(Work(lane, transfer_bytes=size, operations=extents, request_bytes=io.request, depth=io.depth, mode=io.engine + ("+fast" if fast else "")))
+            out.append(
+                Work(
+                    lane,
+                    transfer_bytes=size,
+                    operations=extents,
+                    request_bytes=io.request,
+                    depth=io.depth,
+                    mode=io.engine + ("+fast" if fast else ""),
+                )
+            )
         return out
 
     def copy(self, resource: str, tokens: int) -> Work:

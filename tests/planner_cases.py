@@ -67,9 +67,22 @@ def machine(
         channels |= {"vram": {"bandwidth": "10 GB/s"}, "up": {"bandwidth": "100 MB/s"}, "down": {"bandwidth": "100 MB/s"}}
         devices["gpu"] = device("vram")
         for name, source, target, channel in (("h2d", main, "vram", "up"), ("d2h", "vram", main, "down")):
-            link = {"source": source, "target": target, "channel": channel, "latency": "1 us", "pinned_efficiency": 1.0, "pageable_efficiency": 0.5}
+            link = {
+                "source": source,
+                "target": target,
+                "channel": channel,
+                "latency": "1 us",
+                "pinned_efficiency": 1.0,
+                "pageable_efficiency": 0.5,
+            }
             links[name] = link
-    out: dict[str, Any] = {"name": "bench", "description": "a machine of round figures", "tiers": tiers, "channels": channels, "devices": devices}
+    out: dict[str, Any] = {
+        "name": "bench",
+        "description": "a machine of round figures",
+        "tiers": tiers,
+        "channels": channels,
+        "devices": devices,
+    }
     if links:
         out["links"] = links
     if ssd:

@@ -50,7 +50,9 @@ def p1(link: str, prefetch: dict[str, Any]) -> Tasks:
     on["channels"]["up"]["bandwidth"] = link
     on["devices"]["gpu"]["memory_efficiency"] = 0.5
     ids = [[(t + layer) % 4 for layer in range(12)] for t in range(3)]
-    return tasks_of(simulate(case(trace(ids), of=model(12), on=on, pools={"vram": {"hold": "none"}, "ram": {"hold": "all"}}, prefetch=prefetch)))
+    return tasks_of(
+        simulate(case(trace(ids), of=model(12), on=on, pools={"vram": {"hold": "none"}, "ram": {"hold": "all"}}, prefetch=prefetch))
+    )
 
 
 COMPUTE = (Kind.ATTENTION, Kind.ROUTER, Kind.FFN, Kind.COMBINE)
@@ -112,7 +114,10 @@ def test_two_stage_pipeline_runs_at_the_pace_of_its_slower_stage(slow: str) -> N
                   workload={"batch": 2, "output_tokens": 2}, pipeline={"micro_batches": m})  # fmt: skip
         tasks = tasks_of(simulate(it))
         a, f = alone(tasks, 5, Kind.ATTENTION, Kind.ROUTER, Kind.COMBINE), alone(tasks, 5, Kind.FFN)
-        ends = [max(int(tasks.end[t]) for t in np.nonzero((tasks.kind == Kind.COMBINE) & (tasks.step == 1) & (tasks.layer == x))[0]) for x in range(10)]
+        ends = [
+            max(int(tasks.end[t]) for t in np.nonzero((tasks.kind == Kind.COMBINE) & (tasks.step == 1) & (tasks.layer == x))[0])
+            for x in range(10)
+        ]
         periods[m] = set(np.diff(ends[2:8]).tolist())
         assert periods[m] == {a + f if m == 1 else max(a, f)}, (periods, a, f)  # a and f add the micro-batches up
 

@@ -73,7 +73,13 @@ def cases(draw: st.DrawFn) -> Drawn:
     ids = np.array([[rng.choice(n_experts, top_k, replace=False) for _ in range(n_moe)] for _ in range(2 * rows)], np.int16)
     routing = trace(ids, seq=[t // (rows // batch) for t in range(2 * rows)], prompt=prompt, n_experts=n_experts)
     vram = draw(one_of([None, 2_500, 8_000, 20_000, 100_000]))
-    on = machine(vram, draw(one_of([9_000, 30_000, 100_000])), draw(one_of([True, True, True, False])), npu=draw(st.booleans()), fast=draw(st.booleans()))
+    on = machine(
+        vram,
+        draw(one_of([9_000, 30_000, 100_000])),
+        draw(one_of([True, True, True, False])),
+        npu=draw(st.booleans()),
+        fast=draw(st.booleans()),
+    )
     devices = list(on["devices"])
     precision: dict[str, Any] = {"default": "raw-int8", "kv": "raw-int8"}
     if draw(st.booleans()):
@@ -210,7 +216,10 @@ def check_time(it: Case, planner: Planner, fragments: list[Fragment], tasks: met
             assert end[tasks.dep_task[d]] <= start[t] <= end[t]
     for number, lane in enumerate(tasks.lanes):
         mine = np.nonzero(tasks.lane == number)[0]
-        events = sorted([(start[t], 1) for t in mine if end[t] > start[t]] + [(end[t], -1) for t in mine if end[t] > start[t]], key=lambda x: (x[0], x[1]))
+        events = sorted(
+            [(start[t], 1) for t in mine if end[t] > start[t]] + [(end[t], -1) for t in mine if end[t] > start[t]],
+            key=lambda x: (x[0], x[1]),
+        )
         running = 0
         for _, change in events:
             running += change
@@ -373,7 +382,12 @@ def test_planner_hits_equal_the_reference(shared: Path, policy: str, scope: str,
     slots = part["cache"][fraction]["slots_per_layer"]
     of = model(24, 32, 4) | {"declared": {"shared_params": 2400, "expert_params": 24 * 10}}
     decode = trace(routing.expert_ids, n_experts=32)  # one long answer: rows in file order
-    it = case(decode, of=of, on=machine(1_000_000, 1_000_000, ssd=False), pools={"vram": {"hold": slots, "policy": policy, "scope": scope}, "ram": {"hold": "all"}})
+    it = case(
+        decode,
+        of=of,
+        on=machine(1_000_000, 1_000_000, ssd=False),
+        pools={"vram": {"hold": slots, "policy": policy, "scope": scope}, "ram": {"hold": "all"}},
+    )
     planner = it.planner()
     hits = np.zeros(24, np.int64)
     total = 0
@@ -404,7 +418,10 @@ def test_largest_is_the_largest(last: int, limit: int) -> None:
     assert largest(lambda n: n <= last, limit) == min(last, limit)
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12))
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12),
+)
 def test_unions_and_overlaps_equal_counting_every_instant(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
     def made(rows: list[tuple[int, int]]) -> tuple[Any, set[int]]:
         begin = np.array([x for x, _ in rows], np.int64)

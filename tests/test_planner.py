@@ -258,7 +258,11 @@ def test_three_tiers_inclusive() -> None:
 
 
 def test_three_tiers_exclusive_moves_victims_down() -> None:
-    it = case(trace([[0], [1], [0]]), of=model(1), pools={"vram": {"hold": 1, "policy": "lru"}, "ram": {"hold": 2, "policy": "lru", "inclusive": False}})
+    it = case(
+        trace([[0], [1], [0]]),
+        of=model(1),
+        pools={"vram": {"hold": 1, "policy": "lru"}, "ram": {"hold": 2, "policy": "lru", "inclusive": False}},
+    )
     assert [line for line in text(it).splitlines() if " load " in line] == [
         "2 load 0.0 ssd @0 <- 1",
         "3 load 0.0 h2d @0 <- 1 2",
@@ -278,7 +282,11 @@ def test_demotion_does_not_evict_what_the_set_is_about_to_read() -> None:
 
 
 def test_experts_pass_through_a_static_ram() -> None:
-    it = case(trace([[[0, 1, 2]]]), of=model(1, top_k=3), pools={"vram": {"hold": "none", "transient_slots": 2}, "ram": {"hold": 1, "transient_slots": 1}})
+    it = case(
+        trace([[[0, 1, 2]]]),
+        of=model(1, top_k=3),
+        pools={"vram": {"hold": "none", "transient_slots": 2}, "ram": {"hold": 1, "transient_slots": 1}},
+    )
     same(it, """
         0 attention 0 gpu <-
         1 router 0 gpu <- 0
@@ -297,7 +305,9 @@ def test_experts_pass_through_a_static_ram() -> None:
 
 def test_ram_is_bounded_and_inclusive_of_vram() -> None:
     ids = [[(3 * t + layer) % 6 for layer in range(2)] for t in range(30)]
-    it = case(trace(ids, n_experts=6), of=model(n_experts=6), pools={"vram": {"hold": 2, "policy": "lru"}, "ram": {"hold": 4, "policy": "lru"}})
+    it = case(
+        trace(ids, n_experts=6), of=model(n_experts=6), pools={"vram": {"hold": 2, "policy": "lru"}, "ram": {"hold": 4, "policy": "lru"}}
+    )
     planner = it.planner()
     for _ in planner.fragments(1):
         ram, vram = planner.loader.pools["ram"], planner.loader.pools["vram"]
@@ -307,7 +317,11 @@ def test_ram_is_bounded_and_inclusive_of_vram() -> None:
 
 def test_ram_below_a_global_static_pool_has_what_that_leaves_out() -> None:
     """A global pool takes 0.0 and 0.1, both of one layer: RAM must hold four experts of the other."""
-    it = case(trace([[0, 0], [1, 1], [0, 2], [1, 3]]), pools={"vram": {"hold": 1, "scope": "global"}, "ram": {"hold": "all"}}, on=machine(ssd=False))
+    it = case(
+        trace([[0, 0], [1, 1], [0, 2], [1, 3]]),
+        pools={"vram": {"hold": 1, "scope": "global"}, "ram": {"hold": "all"}},
+        on=machine(ssd=False),
+    )
     planner, _ = plan(it)
     assert sorted(planner.loader.pools["vram"].residents) == [0, 1]
     assert sorted(planner.loader.pools["ram"].residents) == [2, 3, 4, 5, 6, 7]
@@ -340,7 +354,11 @@ def test_each_layer_of_a_dynamic_pool_needs_room() -> None:
 
 
 def test_without_storage_ram_is_where_experts_come_from() -> None:
-    it = case(trace([[0, 1], [1, 2]]), on=machine(ssd=False), pools={"vram": {"hold": 1, "policy": "lru"}, "ram": {"hold": "all", "policy": "lru"}})
+    it = case(
+        trace([[0, 1], [1, 2]]),
+        on=machine(ssd=False),
+        pools={"vram": {"hold": 1, "policy": "lru"}, "ram": {"hold": "all", "policy": "lru"}},
+    )
     assert {line.split()[3] for line in text(it).splitlines()} == {"gpu", "h2d"}
 
 
@@ -369,7 +387,12 @@ def test_in_place_experts_run_on_the_cpu_with_copies_of_hidden_states() -> None:
 
 
 def test_in_place_uses_what_was_prefetched_into_a_buffer() -> None:
-    it = case(trace([[0, 1], [2, 3]]), placement={"site": "in-place"}, pools=over_ram(hold="none"), prefetch={"predictor": "oracle", "into": "buffers"})
+    it = case(
+        trace([[0, 1], [2, 3]]),
+        placement={"site": "in-place"},
+        pools=over_ram(hold="none"),
+        prefetch={"predictor": "oracle", "into": "buffers"},
+    )
     assert [o[3] for o in outcomes(it)] == ["cache", "prefetch", "prefetch", "prefetch"]
     assert [line.split()[3] for line in text(it).splitlines() if " ffn " in line] == ["cpu", "gpu", "gpu", "gpu"]
 
@@ -440,7 +463,9 @@ def test_layers_may_run_elsewhere() -> None:
         "12 get 1 gpu <- 11",
     ]
     assert it.layout.pools["vram"].layers == (0,) and it.layout.pools["ram"].layers == (0, 1)
-    both = case(trace([[0, 1]]), placement={"layers": [rule, {**rule, "part": "attention"}]}, pools={"vram": {"hold": "all"}, "ram": RAM_ALL})
+    both = case(
+        trace([[0, 1]]), placement={"layers": [rule, {**rule, "part": "attention"}]}, pools={"vram": {"hold": "all"}, "ram": RAM_ALL}
+    )
     assert text(both).splitlines()[4:10] == [
         "4 copy 1 d2h <- 3",
         "5 attention 1 cpu <- 4",
@@ -548,7 +573,9 @@ def test_prefill_chunks_use_the_union_of_their_tokens_experts() -> None:
 
 
 def test_batches_share_experts() -> None:
-    it = case(trace([[0], [1], [1], [1], [3], [1]], seq=[0, 0, 1, 1, 2, 2]), of=model(1), workload={"batch": 3, "output_tokens": 2}, pools=ALL)
+    it = case(
+        trace([[0], [1], [1], [1], [3], [1]], seq=[0, 0, 1, 1, 2, 2]), of=model(1), workload={"batch": 3, "output_tokens": 2}, pools=ALL
+    )
     assert [(o[0], o[2]) for o in outcomes(it)] == [(0, 0), (0, 1), (0, 3), (1, 1)]
     assert [w.tokens for w in works(it, Kind.FFN)] == [1, 1, 1, 3]
     assert plan(it)[1][0].steps[:, 4:].tolist() == [[3, 3], [3, 3]]
@@ -729,7 +756,9 @@ def test_storage_is_no_scalar() -> None:
     times = []
     for request in ("1 kB", "10 kB"):
         of = model(1) | {"declared": {"shared_params": 100, "expert_params": 10_000}}
-        result = simulate(case(trace([[0]]), of=of, pools={"vram": {"hold": "none"}, "ram": {"hold": "none"}}, io={"request": request, "depth": 1}))
+        result = simulate(
+            case(trace([[0]]), of=of, pools={"vram": {"hold": "none"}, "ram": {"hold": "none"}}, io={"request": request, "depth": 1})
+        )
         tasks = result.tasks
         assert tasks is not None
         read = next(t for t in range(len(tasks.kind)) if tasks.lanes[tasks.lane[t]].name == "ssd")

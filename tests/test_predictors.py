@@ -89,7 +89,7 @@ def test_a_threshold_only_leaves_out(name: str, seed: int, distance: int, thresh
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(InputError, match='options among threshold, got recall'):
+    with pytest.raises(InputError, match="options among threshold, got recall"):
         make_predictor("popularity", recall=0.5)
     with pytest.raises(InputError, match='did you mean "recall"'):
         make_predictor("gate-lookahead", recal=0.5)

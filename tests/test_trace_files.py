@@ -87,22 +87,24 @@ def test_round_trip_of_a_real_trace(tmp_path: Path, shared: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_reading_is_fast(tmp_path: Path, name: str) -> None:
-    """A million token-layer rows of any text format take under 20 s: a twentieth of it here, with the same speed asked for."""
+    """A million token-layer rows of any text format take under 20 s: a fortieth of it here, with the same speed asked for."""
     case = CASES[name]
-    big = w.make(sequences=1, prompt=5, decode=2079, layers=24, experts=32, k=4, weights=True)
-    if case.format in ("router-logits", "imatrix") or case.format.startswith("counts"):
+    big = w.make(sequences=1, prompt=5, decode=1037, layers=24, experts=32, k=4, weights=True)
+    if case.format in ("router-logits", "imatrix", "profile") or case.format.startswith("counts"):
         pytest.skip("no text with a line or more a token")
     path = tmp_path / "t"
     options = case.write(big, path)
-    import_trace(path, options=options)  # imports of pandas do not count
-    began = time.process_time()
-    found = trace_of(path, options)
-    assert time.process_time() - began < 1.0
+    took = []
+    for _ in range(3):  # the first one imports pandas, and others may run beside it
+        began = time.process_time()
+        found = trace_of(path, options)
+        took.append(time.process_time() - began)
+    assert min(took) < 0.5
     assert np.array_equal(found.expert_ids, big.expert_ids)
 
 
 def test_every_format_has_a_case() -> None:
-    own = {"moesim", "profile", "sglang"}
+    own = {"moesim", "sglang"}
     assert {case.format for case in CASES.values()} | own == set(FORMATS)
 
 

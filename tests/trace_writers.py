@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from moesim.profile import RoutingProfile, save_profile
 from moesim.trace import RoutingTrace
 from moesim.trace_formats.source import Options
 
@@ -345,6 +346,11 @@ def counts_json(trace: RoutingTrace, path: Path) -> Options:
     return Options()
 
 
+def profile(trace: RoutingTrace, path: Path) -> Options:
+    save_profile(RoutingProfile.from_counts(trace.counts(), range(trace.n_layers), "test"), path)
+    return Options()
+
+
 def sglang_dump(trace: RoutingTrace, replicas: int = 4, slots: int = 8) -> dict[str, Any]:
     """A per_token dump as plain data: physical ids with the first experts replicated, -1 padding, passes of all sequences at once."""
     rng = np.random.default_rng(5)
@@ -407,5 +413,6 @@ def cases() -> dict[str, Case]:
         "policylang": Case("policylang", "t.jsonl", make(weights=True), policylang),
         "imatrix": Case("imatrix", "t.gguf", make(), lambda t, p: imatrix(t.counts(), p)),
         "counts_csv": Case("counts-csv", "t.csv", make(), counts_csv),
+        "profile": Case("profile", "t.json", make(), profile),
         "counts_json": Case("counts-json", "t.json", make(), counts_json),
     }

@@ -23,7 +23,9 @@ from moesim.trace import RoutingTrace, load_trace, save_trace
 def register(app: typer.Typer) -> None:
     """Add the commands to ``moesim trace``."""
     app.command("fit", epilog="Example: moesim trace fit mine.npz --out mine.json")(fit_command)
-    app.command("generate", epilog="Example: moesim trace generate --like gpt-oss-20b --rows 4000 --sequences 16 --out drawn.npz")(generate_command)
+    app.command("generate", epilog="Example: moesim trace generate --like gpt-oss-20b --rows 4000 --sequences 16 --out drawn.npz")(
+        generate_command
+    )
 
 
 def fit_command(
@@ -44,7 +46,10 @@ def fit_command(
 
 
 def generate_command(
-    like: Annotated[str, typer.Option("--like", help="A bundled profile or a .json file of moesim trace fit; list: the bundled ones.", show_default=False)],
+    like: Annotated[
+        str,
+        typer.Option("--like", help="A bundled profile or a .json file of moesim trace fit; list: the bundled ones.", show_default=False),
+    ],
     out: Annotated[Path | None, typer.Option("--out", help="The trace to write, an .npz file.", show_default=False)] = None,
     rows: Annotated[int, typer.Option(help="Tokens in all.", min=1, max=20_000_000)] = 4096,
     sequences: Annotated[int, typer.Option(help="Sequences of equal length.", min=1)] = 16,

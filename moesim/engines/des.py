@@ -306,4 +306,3 @@ class _Stop:
     def fire(self, env: simpy.Environment) -> None:
         self.event._ok, self.event._value = True, None
         env.schedule(self.event, RETIRE)  # type: ignore[arg-type]
-

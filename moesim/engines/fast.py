@@ -81,7 +81,19 @@ class FastEngine:
 
     def finish(self) -> Timeline:
         """Simulate until every task has ended; the clock stays at the last end."""
-        kinds: tuple[Any, ...] = (np.int8, np.int32, np.int16, np.bool_, np.int32, np.int64, np.int64, np.int8, np.int64, np.float64, np.float64)
+        kinds: tuple[Any, ...] = (
+            np.int8,
+            np.int32,
+            np.int16,
+            np.bool_,
+            np.int32,
+            np.int64,
+            np.int64,
+            np.int8,
+            np.int64,
+            np.float64,
+            np.float64,
+        )
         none = [np.zeros(0, kind) for kind in kinds]
         none[5] = np.zeros(1, np.int64)
         return self._run(-1, self.next_task, (*none, np.zeros((0, len(self._capacity))), self._capacity))

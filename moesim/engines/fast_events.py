@@ -112,7 +112,8 @@ def run_events(
     n_free = lanes[:, fs.WIDTH].copy()
     by_priority = False
     for q in range(n_lanes):
-        slot_lane[lanes[q, fs.OFFSET] : lanes[q, fs.OFFSET] + lanes[q, fs.WIDTH]] = q
+        for i in range(lanes[q, fs.OFFSET], lanes[q, fs.OFFSET] + lanes[q, fs.WIDTH]):
+            slot_lane[i] = q
         by_priority = by_priority or lanes[q, fs.PRIORITY] == 1
     watchers = np.full(rows if by_priority else 0, -1, np.int64)  # the first task that watches a row, and the next one after it
     watchers_next = np.full(rows if by_priority else 0, -1, np.int64)

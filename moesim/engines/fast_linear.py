@@ -239,7 +239,7 @@ def run_linear(
     lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
 ):  # fmt: skip
     """Run the window up to the end of row ``gate`` (-1: to the end of all); return (status, task, now, what ended, next state)."""
-    rows, n_slots = len(c_int) + len(lane), lanes[:, fs.WIDTH].sum()
+    rows, n_slots = len(c_int) + len(lane), lanes[-1, fs.OFFSET] + lanes[-1, fs.WIDTH]
     start = np.full(rows, -1, np.int64)
     server = np.zeros(rows, np.int16)
     cause = np.full(rows, NO_CAUSE, np.int64)
@@ -260,8 +260,9 @@ def run_linear(
     until = now
     if gate >= 0:
         until = end[gate]
-    elif rows > 0:
-        until = end[:rows].max()
+    else:
+        for r in range(rows):
+            until = max(until, end[r])
     settle(
         until, now, first, lanes, c_int, c_float, lane, work, latency, volume, cap, limit, c_limit,
         start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume,

@@ -126,7 +126,8 @@ def collect(
             n_recent += 1
     kept = len(recent) if began == now else 0
     next_recent = np.empty(kept + n_recent, np.int64)
-    next_recent[:kept] = recent[:kept]
+    for i in range(kept):  # not by slices here and below: they would compile for many seconds
+        next_recent[i] = recent[i]
     task = np.empty(rows, np.int64)
     next_int = np.zeros((alive, C_INT), np.int64)
     next_float = np.zeros((alive, 3), np.float64)
@@ -143,15 +144,19 @@ def collect(
                 i_recent += 1
             continue
         if f < 0:
-            next_int[k] = c_int[r]
-            next_float[k] = c_float[r]
-            next_shares[k] = c_shares[r]
+            for i in range(C_INT):
+                next_int[k, i] = c_int[r, i]
+            for i in range(3):
+                next_float[k, i] = c_float[r, i]
+            for i in range(shares.shape[1]):
+                next_shares[k, i] = c_shares[r, i]
         else:
             next_int[k, ID], next_int[k, LANE], next_int[k, KEY] = task[r], lane[f], urgency(use_step[f], use_layer[f], prefetch[f])
             next_int[k, LATENCY], next_int[k, ADDED] = latency[f], began
             next_int[k, BOUND_END], next_int[k, BOUND], next_int[k, BOUND_WHY] = ENDED_BEFORE, NO_CAUSE, DATA
             next_float[k, VOLUME], next_float[k, CAP] = volume[f], cap[f]
-            next_shares[k] = shares[work[f]]
+            for i in range(shares.shape[1]):
+                next_shares[k, i] = shares[work[f], i]
         next_int[k, START] = start[r]
         if start[r] >= 0:
             s = lanes[next_int[k, LANE], OFFSET] + server[r]

@@ -70,12 +70,19 @@ def retime(schedule: Schedule, variants: Sequence[Sequence[Costs]], timelines: b
     expected = 0
     for fragment in schedule.fragments:
         if fragment.first_task != expected:
-            raise InputError("fragments of the schedule", expected=f"one that begins at task {expected}", got=repr(fragment), fix="keep every fragment of the run")
+            raise InputError(
+                "fragments of the schedule",
+                expected=f"one that begins at task {expected}",
+                got=repr(fragment),
+                fix="keep every fragment of the run",
+            )
         expected += fragment.n_tasks
     for v, costs in enumerate(variants):
         for fragment, cost in zip(schedule.fragments, costs, strict=False):
             if len(cost.latency_ps) != fragment.n_tasks:
-                raise InputError(f"costs of variant {v}", expected=f"{fragment.n_tasks} tasks for {fragment!r}", got=str(len(cost.latency_ps)))
+                raise InputError(
+                    f"costs of variant {v}", expected=f"{fragment.n_tasks} tasks for {fragment!r}", got=str(len(cost.latency_ps))
+                )
         if len(costs) != len(schedule.fragments):
             raise InputError(f"costs of variant {v}", expected=f"{len(schedule.fragments)}, one per fragment", got=str(len(costs)))
     n_steps = sum(len(f.steps) for f in schedule.fragments)

@@ -175,7 +175,9 @@ class GateLookahead(Ranked):
     name = "gate-lookahead"
     source: Source = "router"
 
-    def __init__(self, threshold: float = 0.0, recall: float = GATE_RECALL["qwen3-30b-a3b"], loss: float = GATE_LOSS, seed: int = 0) -> None:
+    def __init__(
+        self, threshold: float = 0.0, recall: float = GATE_RECALL["qwen3-30b-a3b"], loss: float = GATE_LOSS, seed: int = 0
+    ) -> None:
         super().__init__(threshold)
         self.recall, self.loss, self.seed = _share("recall", recall), _share("loss", loss), seed
         self._counts: NDArray[np.int64] | None = None

@@ -107,6 +107,9 @@ def read_csv(source: Source, options: Options) -> RoutingProfile:
     layers, column = np.unique(layer, return_inverse=True)
     counts = np.zeros((len(layers), int(expert.max()) + 1), np.int64)
     np.add.at(counts, (column, expert), count)
+    named = len(np.unique(layer * MAX_EXPERTS + expert))
+    if named < counts.size:
+        source.note(f"{counts.size - named} of {counts.size} pairs (layer, expert) have no row: counted as 0")
     return counts_to_profile(counts, [int(number) for number in layers], source, options, meta)
 
 

@@ -139,6 +139,9 @@ def _drop_dummies(table: Table, source: Source) -> int:
         rows = table.ids[stop[p] - n : stop[p]]
         equal = n > 1 and (rows == rows[:1]).all()
         if not equal or (n < MANY and (dummy is None or not (rows[0] == dummy).all())):
+            alike = int((rows.reshape(n, -1) == rows[n // 2].reshape(-1)).all(axis=1).sum())
+            if n >= MANY and not equal and alike > 0.8 * n:
+                source.note(f"{alike} of {n} rows of a leading pass are equal: kept, but it may be a dummy pass with damaged lines")
             break
         dummy = rows[0] if dummy is None else dummy
         dropped.append(n)
