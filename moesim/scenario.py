@@ -32,7 +32,7 @@ class TraceUse(Spec):
     source: str = ""  # bundled name or .npz
     generate: Literal["", "uniform", "zipf", "popularity", "like"] = ""
     profile: str = ""  # for like: a bundled routing profile or a file (moesim trace fit)
-    if_absent: Literal["", "uniform", "zipf"] = ""  # generate this where the source is not there; the result says so
+    if_absent: Literal["", "uniform", "zipf", "like"] = ""  # generate this where the source is not there; the result says so
     zipf_exponent: Annotated[float, Field(ge=0, le=4)] = 1.0
     counts: str = ""  # for popularity: a .csv of selections per (layer, expert) or an .npz whose popularity is taken
     counts_model: str = ""  # the model's name in that .csv
@@ -46,8 +46,8 @@ class TraceUse(Spec):
     def _check(self) -> TraceUse:
         if bool(self.source) == bool(self.generate):
             raise _problem("either a source or generate", f'source "{self.source}" and generate "{self.generate}"', "name one of the two")
-        if self.generate == "like" and not self.profile:
-            raise _problem("profile beside generate: like", "none", "name a bundled profile or a file")
+        if "like" in (self.generate, self.if_absent) and not self.profile:
+            raise _problem("profile beside like", "none", "name a bundled profile or a file")
         if self.generate == "popularity" and not self.counts:
             raise _problem("counts beside generate: popularity", "none", "name a .csv of counts or an .npz")
         return self

@@ -251,7 +251,7 @@ def _generate(case: Case, how: str, n_layers: int, n_experts: int, top_k: int) -
         if got != (n_layers, n_experts, top_k):
             want = f"a profile of {n_layers} layers x {n_experts} experts, top-{top_k}"
             raise InputError("trace.profile", expected=want, got=f"{got[0]} x {got[1]}, top-{got[2]}", fix="choose the model's own profile")
-        return draw_like(profile, n_rows, rng, **shape), f"like {use.profile}"
+        return draw_like(profile, n_rows, rng, n_sequences=2 * work.batch, prefill_rows=work.prompt_tokens), f"like {use.profile}"
     if how == "zipf":
         popularity: NDArray[Any] = zipf_popularity(n_layers, n_experts, use.zipf_exponent, rng)
         return from_popularity(popularity, top_k, n_rows, rng, **shape), f"zipf, exponent {use.zipf_exponent:g}"

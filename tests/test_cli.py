@@ -44,7 +44,7 @@ def test_run_answers_in_one_screen(scenario: str, capsys: pytest.CaptureFixture[
     lines = out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     words = "fits, tokens/s, TTFT, TPOT, p99, overlap, miss, pcie_h2d, wasted, lanes busy, critical path, waits for the SSD"
-    for word in (*words.split(", "), "not measured", "generated: independent draws", "simulated in"):
+    for word in (*words.split(", "), "not measured", "generated: uniform", "simulated in"):
         assert word in out, word
 
 
