@@ -1,7 +1,7 @@
 """Owns the statistics of a routing trace: skew, reuse, cache hit rates, predictability.
 
-It must not know about time, hardware or bytes: caches hold experts of one unit each. Cache figures are those of the pools that the
-planner uses (policies/cache), so a figure here is a promise about a simulation.
+It must not know about time, hardware or bytes: caches hold experts of one unit each. Cache figures come from compiled replays that are
+tested equal to the pools that the planner uses (policies/cache), so a figure here is a promise about a simulation.
 
 top_half_share of a layer is the share of its floor(E/2) most used experts; gini = sum_i (2i - E - 1) x_i / (E sum x) over counts x
 in ascending order (the usual sample formula); reuse at a lag is sum |S(t) & S(t+lag)| / sum |S(t+lag)| over row pairs of one
@@ -10,23 +10,24 @@ sequence; recall of a predictor is sum |P & S| / sum |S| over test cells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesim.errors import InputError
-from moesim.policies.cache import ExpertPool, future_uses, hottest, make_policy
+from moesim.policies.cache import hottest
+from moesim.policies.kernels import BELADY, LFU, lru_replay, next_uses, ranked_replay, stack_depths
 from moesim.policies.prefetch import make_predictor
 from moesim.trace import DECODE, RoutingTrace
+
+Cells = NDArray[np.int64]  # (R, K): the sets of one layer, or of all
 
 LAGS = (1, 2, 4, 8, 16, 64)
 FRACTIONS = (0.125, 0.25, 0.5, 0.75)
 DISTANCES = (1, 2, 4)
 PREDICTORS_SCORED = ("popularity", "previous", "cooccurrence")
-
-Sets = list[tuple[int, list[int]]]  # (row, chosen experts) of each present cell of a layer
 
 
 def analyse(trace: RoutingTrace, cache_rows: int = 4000) -> dict[str, Any]:
@@ -121,28 +122,35 @@ def cache_statistics(trace: RoutingTrace, part: RoutingTrace) -> dict[str, Any]:
     sizes = {f: int(trace.n_experts * f) for f in FRACTIONS}
     fitting = sorted({size for size in sizes.values() if size >= trace.top_k})
     full = lru_hits(trace, fitting) if part is not trace and fitting else {}
-    layers = [_layer_sets(part, layer) for layer in range(part.n_layers)]
+    rows = [np.flatnonzero(part.present[:, layer]) for layer in range(part.n_layers)]
+    cells = [_cells(part, layer) for layer in range(part.n_layers)]
+    coming = [next_uses(c, trace.n_experts) for c in cells]
+    new_sequence = np.r_[True, part.seq_id[1:] != part.seq_id[:-1]]
+    fresh = [_first_of_each(np.cumsum(new_sequence)[r]) for r in rows]
     counts, half = part.counts(), part.n_rows // 2
     first_half = part.slice_rows(0, half).counts()
-    rest = [[cell for cell in sets if cell[0] >= half] for sets in layers]
-    futures = [future_uses(sets) for sets in layers]
-    accesses = [sum(len(experts) for _, experts in sets) for sets in layers]
+    rest = [c[r >= half] for c, r in zip(cells, rows, strict=True)]
+    accesses = [c.size for c in cells]
     out: dict[str, Any] = {}
     for fraction, size in sizes.items():
         if size < trace.top_k:
             out[str(fraction)] = None
             continue
+
+        def lru(c: Cells, emptied: NDArray[np.bool_] | None = None, slots: int = size) -> int:
+            return int(lru_replay(c, np.zeros(len(c), np.bool_) if emptied is None else emptied, trace.n_experts, slots).sum())
+
         results = {
-            "lru": [_pool_hits("lru", sets, size) for sets in layers],
-            "lru_reset": [sum(_pool_hits("lru", sets, size) for sets in _by_sequence(part, cells)) for cells in layers],
-            "lfu": [_pool_hits("lfu", sets, size) for sets in layers],
-            "belady": [_pool_hits("belady", sets, size, future) for sets, future in zip(layers, futures, strict=True)],
-            "static": [_static_hits(sets, row, size) for sets, row in zip(layers, counts, strict=True)],
-            "static_first_half": [_static_hits(sets, row, size) for sets, row in zip(rest, first_half, strict=True)],
+            "lru": [lru(c) for c in cells],
+            "lru_reset": [lru(c, f) for c, f in zip(cells, fresh, strict=True)],
+            "lfu": [int(ranked_replay(LFU, c, n, trace.n_experts, size)) for c, n in zip(cells, coming, strict=True)],
+            "belady": [int(ranked_replay(BELADY, c, n, trace.n_experts, size)) for c, n in zip(cells, coming, strict=True)],
+            "static": [_static_hits(c, row, size) for c, row in zip(cells, counts, strict=True)],
+            "static_first_half": [_static_hits(c, row, size) for c, row in zip(rest, first_half, strict=True)],
         }
         entry: dict[str, Any] = {"slots_per_layer": size}
         for name, hits in results.items():
-            entry[name] = _hits(hits, [sum(len(e) for _, e in s) for s in rest] if name == "static_first_half" else accesses)
+            entry[name] = _hits(hits, [c.size for c in rest] if name == "static_first_half" else accesses)
         entry["lru_full"] = _hits(full[size], trace.present.sum(axis=0) * trace.top_k) if full else dict(entry["lru"])
         slots = trace.n_layers * size
         shared, total = _global_lru_hits(part, slots), sum(accesses)
@@ -173,23 +181,9 @@ def lru_hits(trace: RoutingTrace, sizes: Sequence[int]) -> dict[int, list[int]]:
     """
     if any(size < trace.top_k for size in sizes):
         raise InputError("cache size", expected=f"at least top_k = {trace.top_k} slots per layer", got=str(min(sizes)))
-    n_experts = trace.n_experts
-    layer = np.arange(trace.n_layers)[:, None]
-    own = np.arange(n_experts)
-    # Last row of use of each expert, with its id as the lower digits: a larger stamp is more recent. Negative: never used.
-    stamp = np.full((trace.n_layers, n_experts), -1, dtype=np.int64)
-    depth_counts = np.zeros((trace.n_layers, n_experts + 1), dtype=np.int64)
-    complete = np.logical_and.reduce(trace.present, axis=1)
-    for t in range(trace.n_rows):
-        here = layer if complete[t] else layer[trace.present[t]]
-        experts = trace.expert_ids[t][here[:, 0]]
-        now = stamp[here, experts]  # (L', K)
-        depth = (stamp[here[:, 0], None, :] > now[:, :, None]).sum(axis=2)
-        depth[now < 0] = n_experts
-        np.add.at(depth_counts, (here, depth), 1)
-        stamp[here, experts] = t * n_experts + own[experts]
-    below = np.cumsum(depth_counts, axis=1)
-    return {size: below[:, min(size, n_experts) - 1].tolist() for size in sizes}
+    counts = [stack_depths(_cells(trace, layer), trace.n_experts) for layer in range(trace.n_layers)]
+    below = np.cumsum(np.array(counts).reshape(trace.n_layers, trace.n_experts + 1), axis=1)
+    return {size: below[:, min(size, trace.n_experts) - 1].tolist() for size in sizes}
 
 
 def prediction_statistics(trace: RoutingTrace, distance: int) -> dict[str, Any]:
@@ -214,55 +208,43 @@ def prediction_statistics(trace: RoutingTrace, distance: int) -> dict[str, Any]:
     test &= before
     test &= follows[:, None]
     test[:, distance:] &= trace.present[:, :-distance]
+    begin = max(border - 1, 0)  # only the tested rows are predicted, and the one before them is known
+    scored, test = trace.slice_rows(begin, trace.n_rows), test[begin:]
     targets = range(distance, trace.n_layers)
     total = [int(test[:, m].sum()) * trace.top_k for m in targets]
     out: dict[str, Any] = {}
     for name in PREDICTORS_SCORED:
         predictor = make_predictor(name)
         predictor.fit(train)
-        predicted = predictor.predict(trace, distance)
-        right = [_common(predicted[test[:, m], m], trace.expert_ids[test[:, m], m]) for m in targets]
+        predicted = predictor.predict(scored, distance)
+        right = [_common(predicted[test[:, m], m], scored.expert_ids[test[:, m], m]) for m in targets]
         shares = [_share(a, b) for a, b in zip(right, total, strict=True)]
         out[name] = {"recall": _share(sum(right), sum(total)), "per_target_layer": shares}
     out["test_accesses"] = sum(total)
     return out
 
 
-def _layer_sets(trace: RoutingTrace, layer: int) -> Sets:
-    rows = np.flatnonzero(trace.present[:, layer])
-    return list(zip(rows.tolist(), trace.expert_ids[rows, layer].tolist(), strict=True))
+def _cells(trace: RoutingTrace, layer: int) -> Cells:
+    """Chosen experts of the present cells of a layer, ascending in each, (R, K)."""
+    return np.sort(trace.expert_ids[trace.present[:, layer], layer].astype(np.int64), axis=1)
 
 
-def _by_sequence(trace: RoutingTrace, cells: Sets) -> Iterable[Sets]:
-    at = 0
-    for _, stop in trace.sequences:
-        begin = at
-        while at < len(cells) and cells[at][0] < stop:
-            at += 1
-        yield cells[begin:at]
+def _first_of_each(number: NDArray[Any]) -> NDArray[np.bool_]:
+    """Mark where a growing number changes, the first included."""
+    changes: NDArray[np.bool_] = np.r_[True, number[1:] != number[:-1]][: len(number)]
+    return changes
 
 
-def _unit(key: int) -> int:
-    """Every expert takes one slot."""
-    return 1
-
-
-def _pool_hits(policy: str, sets: Sets, slots: int, future: dict[int, list[int]] | None = None) -> int:
-    access = ExpertPool(slots, _unit, make_policy(policy, future), policy).access
-    return sum([len(access(experts, row).hits) for row, experts in sets])
-
-
-def _static_hits(sets: Sets, counts: NDArray[Any], slots: int) -> int:
-    pool = ExpertPool(slots, _unit, make_policy("static"), "static")
-    pool.preload(hottest(counts[None, :], [1], slots, per_layer=True))
-    return sum([len(pool.access(experts, row).hits) for row, experts in sets])
+def _static_hits(cells: Cells, counts: NDArray[Any], slots: int) -> int:
+    """Accesses to the experts that a static set of the hottest holds."""
+    return int(np.isin(cells, hottest(counts[None, :], [1], slots, per_layer=True)).sum())
 
 
 def _global_lru_hits(trace: RoutingTrace, slots: int) -> int:
-    access = ExpertPool(slots, _unit, make_policy("lru"), "lru_global").access
-    keys = trace.expert_ids.astype(np.int64) + np.arange(trace.n_layers)[:, None] * trace.n_experts
-    cells = keys[trace.present].tolist()  # row-major: layer by layer inside each row
-    return sum([len(access(cell, now).hits) for now, cell in enumerate(cells)])
+    """Hits of one LRU cache over all layers; sets come row by row, layer by layer."""
+    keys = np.sort(trace.expert_ids, axis=2).astype(np.int64) + np.arange(trace.n_layers)[:, None] * trace.n_experts
+    cells = keys[trace.present]
+    return int(lru_replay(cells, np.zeros(len(cells), np.bool_), trace.n_layers * trace.n_experts, slots).sum())
 
 
 def _common(a: NDArray[Any], b: NDArray[Any]) -> int:

@@ -11,6 +11,7 @@ prompt it is not: the planner must not use a prediction of ``source`` "both" the
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,12 +58,13 @@ class _Learned(Ranked):
                 confidence[rows, layer] = self._confidence(value)
         return experts, confidence
 
+    @abstractmethod
     def _learn(self, train: RoutingTrace, distance: int) -> Any:
-        raise NotImplementedError
+        """Return what is to be remembered of the training part for one distance."""
 
+    @abstractmethod
     def _scores(self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]) -> NDArray[np.float64]:
         """Return (n, E) float64 from (n, K) source cells, all present, and (n, K) previous cells, -1 where absent."""
-        raise NotImplementedError
 
     def _confidence(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the confidence of (n, K) scores."""

@@ -12,6 +12,7 @@ fewer bytes are read in vain.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ class Predictor(Protocol):
         """Return (T, L, K) int16: experts predicted for cell (t, m), best first, -1 where there is no prediction."""
 
 
-class Ranked:
+class Ranked(ABC):
     """Base of predictors: ``_rank`` gives K experts a cell with their confidence, ``predict`` leaves out the doubtful ones.
 
     Parameters
@@ -64,8 +65,9 @@ class Ranked:
             experts = np.take_along_axis(experts, np.argsort(experts < 0, axis=2, kind="stable"), axis=2)
         return experts
 
+    @abstractmethod
     def _rank(self, trace: RoutingTrace, distance: int) -> Ranking:
-        raise NotImplementedError
+        """Return the K likeliest experts of each cell, best first (-1: none), and their confidence; both (T, L, K)."""
 
 
 class Nothing(Ranked):
