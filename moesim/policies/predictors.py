@@ -55,7 +55,7 @@ class Ranked(ABC):
         self.threshold = _share("threshold", threshold)
 
     def fit(self, train: RoutingTrace) -> None:
-        pass
+        """Most predictors learn nothing here."""
 
     def predict(self, trace: RoutingTrace, distance: int) -> NDArray[np.int16]:
         check_distance(distance, trace.n_layers)
