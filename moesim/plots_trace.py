@@ -128,6 +128,7 @@ def reuse_by_lag(trace: RoutingTrace, ax: Axes | None = None) -> Axes:
         _title(ax, "No two tokens of one sequence: reuse cannot be seen")
     ax.set_xscale("log", base=2)
     ax.set_xticks(list(PLOT_LAGS), [str(lag) for lag in PLOT_LAGS])
+    ax.set_xlim(PLOT_LAGS[0] * 0.85, PLOT_LAGS[-1] * 1.18)  # not from the data: there may be none
     ax.set_xlabel("lag (tokens)")
     ax.set_ylabel("share of experts reused (%)")
     return _shares(ax, "upper right")

@@ -71,7 +71,9 @@ def test_import_is_light() -> None:
 
 def test_forbidden_calls() -> None:
     """Nothing is unpickled, and YAML only comes through the safe loader."""
-    bad = re.compile(r"pickle\.loads?\(|allow_pickle=True|yaml\.load\(|yaml\.unsafe_load|weights_only=False|(?<![.\w])eval\(|(?<![.\w])exec\(")
+    bad = re.compile(
+        r"pickle\.loads?\(|allow_pickle=True|yaml\.load\(|yaml\.unsafe_load|weights_only=False|(?<![.\w])eval\(|(?<![.\w])exec\("
+    )
     for name, path in modules().items():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             assert not bad.search(line), f"{name}:{number}"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moesim import report_trace, resources
-from moesim.cli import trace_generate
+from moesim.cli import trace_capture, trace_generate
 from moesim.cli.options import ListFormat, ListOutput, check_target, note, say, write
 from moesim.errors import InputError
 from moesim.profile import RoutingProfile, save_profile
@@ -22,6 +22,7 @@ from moesim.trace_stats import analyse_phases
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 trace_generate.register(app)
+trace_capture.register(app)
 SLOW_CELLS = 200_000  # rows x layers above which the statistics take more than a few seconds
 FORMAT_HELP = "auto (by content), or one of: " + ", ".join(FORMATS)
 

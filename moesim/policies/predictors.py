@@ -54,7 +54,7 @@ class Ranked(ABC):
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = _share("threshold", threshold)
 
-    def fit(self, train: RoutingTrace) -> None:
+    def fit(self, train: RoutingTrace) -> None:  # noqa: B027 (most learn nothing)
         """Most predictors learn nothing here."""
 
     def predict(self, trace: RoutingTrace, distance: int) -> NDArray[np.int16]:
