@@ -227,6 +227,8 @@ class Layout:
                 if budget >= everything and not shrinks:
                     transient = slots = 0
                 budget -= transient
+                if spec.policy != "static":  # a cache needs some room, whether the tier has it or not: the ledger then says what is missing
+                    budget = max(budget, sum(s for s, m in zip(sizes, most, strict=True) if m) if spec.scope == "layer" else max(sizes))
             elif hold.endswith("%"):
                 try:
                     budget = int(everything * float(hold[:-1]) / 100)

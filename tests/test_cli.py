@@ -250,3 +250,12 @@ def test_context_in_words() -> None:
 def test_the_plan_goes_under_its_own_name(tmp_path: Path) -> None:
     text = SMALL.replace("precision: fp16", "precision: {default: int8, kv: fp16}")
     assert report_budget.plan_name(load_case(write_scenario(tmp_path, text))) == "{default: int8, kv: fp16}"
+
+
+def test_a_cache_without_room_is_out_of_memory_not_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """``hold: fit`` where nothing is left: the ledger says what is missing (claim M8), and the gate trips."""
+    small = ("--set", "hardware_set.tiers.unified.capacity=8 GB")
+    code, _, err = call(capsys, "budget", "quickstart", "--check", *small)
+    assert code == 3 and "unified does not fit" in err
+    code, out, _ = call(capsys, "run", "quickstart", *small)
+    assert code == 3 and "Out of memory in unified before the first step" in out
