@@ -43,6 +43,12 @@ class Spec(BaseModel):
         return data
 
 
+def problem(expected: str, got: str, fix: str = "") -> PydanticCustomError:
+    """Return the error that a validator of a spec raises; ``build`` makes an InputError with these three texts of it."""
+    message = "|".join(text.replace("|", "/") for text in (expected, got, fix))
+    return PydanticCustomError("quantity", "{message}", {"message": message})
+
+
 @dataclass(frozen=True)
 class Document:
     """Parsed YAML: plain data, and the line of every value by its path."""

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, PlainSerializer, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import InitErrorDetails
 
+from moesim import config
 from moesim.config import Spec
 from moesim.errors import InputError, did_you_mean
 from moesim.units import Bytes, BytesPerS, FlopsPerS, Joules, Seconds, Watts, parse, show
@@ -68,8 +69,7 @@ Count = Annotated[int, Field(ge=1)]
 
 def problem(loc: tuple[str | int, ...], expected: str, got: str, fix: str = "") -> ValidationError:
     """An error of a cross-check that keeps its field, as ``config.build`` shows it."""
-    kind = PydanticCustomError("quantity", "{message}", {"message": "|".join((expected, got, fix))})
-    return ValidationError.from_exception_data("hardware", [InitErrorDetails(type=kind, loc=loc, input=got)])
+    return ValidationError.from_exception_data("hardware", [InitErrorDetails(type=config.problem(expected, got, fix), loc=loc, input=got)])
 
 
 def missing(*loc: str) -> ValidationError:

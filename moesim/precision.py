@@ -20,9 +20,8 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from moesim.config import Document, Spec, build
+from moesim.config import Document, Spec, build, problem
 from moesim.errors import InputError, did_you_mean
 
 Part = Literal[
@@ -36,9 +35,8 @@ MAX_LAYERS = 10_000  # far above any published model; bounds the work that a wro
 
 
 def refuse(expected: str, got: str, fix: str = "") -> NoReturn:
-    """Raise, inside a pydantic validator, what ``config.build`` turns into an InputError with these three texts."""
-    message = "|".join(text.replace("|", "/") for text in (expected, got, fix))
-    raise PydanticCustomError("quantity", "{message}", {"message": message})
+    """Raise ``config.problem``, inside a validator."""
+    raise problem(expected, got, fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from moesim import config, resources
-from moesim.config import Document, Spec
+from moesim.config import Document, Spec, problem
 from moesim.precision import LayerSet
 from moesim.units import Bytes, Seconds
 
@@ -45,11 +44,11 @@ class TraceUse(Spec):
     @model_validator(mode="after")
     def _check(self) -> TraceUse:
         if bool(self.source) == bool(self.generate):
-            raise _problem("either a source or generate", f'source "{self.source}" and generate "{self.generate}"', "name one of the two")
+            raise problem("either a source or generate", f'source "{self.source}" and generate "{self.generate}"', "name one of the two")
         if "like" in (self.generate, self.if_absent) and not self.profile:
-            raise _problem("profile beside like", "none", "name a bundled profile or a file")
+            raise problem("profile beside like", "none", "name a bundled profile or a file")
         if self.generate == "popularity" and not self.counts:
-            raise _problem("counts beside generate: popularity", "none", "name a .csv of counts or an .npz")
+            raise problem("counts beside generate: popularity", "none", "name a .csv of counts or an .npz")
         return self
 
 
@@ -65,10 +64,10 @@ class Workload(Spec):
     @model_validator(mode="after")
     def _check(self) -> Workload:
         if self.prompt_tokens == 0 and self.output_tokens == 0:
-            raise _problem("prompt_tokens or output_tokens above 0", "both 0", "give the run something to do")
+            raise problem("prompt_tokens or output_tokens above 0", "both 0", "give the run something to do")
         rows = self.batch * (self.prompt_tokens + self.output_tokens)
         if rows > MOST_ROWS:
-            raise _problem(f"batch x (prompt_tokens + output_tokens) of at most {MOST_ROWS}", str(rows), "simulate fewer tokens")
+            raise problem(f"batch x (prompt_tokens + output_tokens) of at most {MOST_ROWS}", str(rows), "simulate fewer tokens")
         return self
 
 
@@ -137,7 +136,7 @@ class Prefetch(Spec):
     def _check(self) -> Prefetch:
         if self.on and self.into == "buffers" and self.distance > self.buffers - 1:
             fix = f"one buffer is always in use: set prefetch.buffers to {self.distance + 1}, or distance to {self.buffers - 1}"
-            raise _problem(f"distance at most buffers - 1 = {self.buffers - 1}", str(self.distance), fix)
+            raise problem(f"distance at most buffers - 1 = {self.buffers - 1}", str(self.distance), fix)
         return self
 
 
@@ -192,10 +191,6 @@ class Scenario(Spec):
     timing: Timing = Timing()
     engine: Literal["des", "fast", "auto"] = "des"  # auto: fast
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-
-
-def _problem(expected: str, got: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError("quantity", "{message}", {"message": "|".join((expected, got, fix))})
 
 
 def load_scenario(name: str | Path, assignments: tuple[str, ...] = ()) -> tuple[Scenario, Document, Path]:
