@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ Mask = NDArray[np.bool_]
 PS = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tasks:
     """Task columns of a whole run with their times, by task id."""
 
@@ -59,6 +60,21 @@ class Tasks:
     @property
     def is_load(self) -> Mask:
         return np.asarray(self.kind == Kind.LOAD)
+
+    @cached_property
+    def free_of_loads(self) -> Ints:
+        """When each task could have started but for loads, (N,): its latest constraint that is no load. The lane is one of them."""
+        ends = np.where(self.is_load[self.dep_task], 0, self.end[self.dep_task])
+        free = np.zeros(len(self.kind), np.int64)
+        some = np.diff(self.dep_start) > 0
+        if len(ends):
+            free[some] = np.maximum.reduceat(ends, self.dep_start[:-1][some])
+        for number, lane in enumerate(self.lanes):
+            mine = np.flatnonzero(self.lane == number)
+            if len(mine) > 1 and lane.width == 1:
+                order = mine[np.argsort(self.start[mine], kind="stable")]
+                free[order[1:]] = np.maximum(free[order[1:]], self.end[order[:-1]])
+        return free
 
 
 def join(lanes: tuple[Lane, ...], parts: Sequence[tuple[Fragment, Costs]], timeline: Timeline) -> Tasks:
@@ -114,16 +130,6 @@ def percentiles(values_ms: NDArray[np.float64]) -> dict[str, float] | None:
     return {"mean": float(values_ms.mean()), "median": float(median), "p95": float(p95), "p99": float(p99)}
 
 
-def not_load_ready(tasks: Tasks) -> Ints:
-    """When each task would have been ready but for loads: the latest end of its dependencies that are no loads, (N,)."""
-    ends = np.where(tasks.is_load[tasks.dep_task], 0, tasks.end[tasks.dep_task])
-    out = np.zeros(len(tasks.kind), np.int64)
-    some = np.diff(tasks.dep_start) > 0
-    if len(ends):
-        out[some] = np.maximum.reduceat(ends, tasks.dep_start[:-1][some])
-    return out
-
-
 def latency(tasks: Tasks) -> dict[str, Any]:
     """ttft, tpot, itl, e2el (ms) and the rates of a lockstep run. One sequence has one TPOT; its spread is ITL's."""
     steps = tasks.steps
@@ -160,20 +166,9 @@ def transfers_overlap(tasks: Tasks, hidden_inside_compute: bool) -> tuple[float 
     return covered / total, (total - covered) * PS
 
 
-def free_of_loads(tasks: Tasks) -> Ints:
-    """When each task could have started but for loads: the latest of its constraints that are not loads (the lane is one of them), (N,)."""
-    free = not_load_ready(tasks)
-    for number in range(len(tasks.lanes)):
-        mine = np.nonzero(tasks.lane == number)[0]
-        if len(mine) > 1 and tasks.lanes[number].width == 1:
-            order = mine[np.argsort(tasks.start[mine], kind="stable")]
-            free[order[1:]] = np.maximum(free[order[1:]], tasks.end[order[:-1]])
-    return free
-
-
 def io_wait_s(tasks: Tasks) -> float:
     """Sum over compute tasks of start minus when it could have started but for loads."""
-    waits = np.maximum(tasks.start - free_of_loads(tasks), 0)[tasks.is_compute]
+    waits = np.maximum(tasks.start - tasks.free_of_loads, 0)[tasks.is_compute]
     return float(waits.sum() * PS)
 
 
@@ -182,8 +177,7 @@ def accesses(tasks: Tasks) -> dict[str, int]:
     outcome, ffn, load = tasks.access[:, 3], tasks.access[:, 4], tasks.access[:, 5]
     prefetched = (outcome == Outcome.PREFETCH) & (load >= 0)
     late = np.zeros(len(outcome), bool)
-    free = free_of_loads(tasks)
-    late[prefetched] = tasks.end[load[prefetched]] > free[ffn[prefetched]]
+    late[prefetched] = tasks.end[load[prefetched]] > tasks.free_of_loads[ffn[prefetched]]
     return {
         "cache": int((outcome == Outcome.CACHE).sum()),
         "prefetch": int(((outcome == Outcome.PREFETCH) & ~late).sum()),

@@ -13,7 +13,7 @@ import numpy as np
 
 from moesim.metrics import Tasks, Watermark
 from moesim.schedule import Kind
-from moesim.simulate import Result
+from moesim.simulate import Result, provenance
 
 US_PER_PS = 1e-6
 STEPS_TID = 1
@@ -26,7 +26,7 @@ def export(result: Result) -> dict[str, Any]:
     events: list[Event] = [_meta(1, 0, "process_name", name)]
     if result.tasks is not None:
         events += run_events(result.tasks, result.memory, pid=1)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": result.as_dict()["provenance"]}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": provenance(result.case)}
 
 
 def run_events(tasks: Tasks, memory: Watermark | None, pid: int = 1) -> list[Event]:

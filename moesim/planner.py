@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,13 @@ from moesim.layout import Layout
 from moesim.ledger import OutOfMemory, spread
 from moesim.loads import Group, Loader
 from moesim.residency import Deps
-from moesim.schedule import Dep, Fragment, FragmentBuilder, Kind, Lane
+from moesim.schedule import Dep, Fragment, FragmentBuilder, Kind, Lane, Work
 from moesim.trace import RoutingTrace
 from moesim.workload import Step, Steps
 from moesim.works import Works
 
 STEPS_PER_FRAGMENT = 16
+FAST_MAP = "fast map"  # beside the tiers among what is refreshed
 
 
 class Planner:
@@ -70,9 +72,12 @@ class Planner:
         self.out_of_memory = self._fits_at_start()
         self._kv_now = dict.fromkeys(layout.kv_tiers, 0) | {tier: size for tier, line, size in self._initial() if line == "KV cache"}
         self._queues: dict[str, tuple[list[int], list[int]]] = {"task": ([], []), "result": ([], [])}  # puts, gets
-        self._counts = np.zeros_like(popularity)
-        self._since: Counter[str] = Counter()  # tokens since a refresh, by what is refreshed
-        self._seen: dict[str, NDArray[np.int64]] = {}
+        io = self.scenario.io
+        periods = {tier: plan.spec.refresh_tokens for tier, plan in layout.pools.items()}
+        periods[FAST_MAP] = io.fast_map_refresh_tokens if io.fast_map == "refreshed" else 0
+        self._periods = {name: every for name, every in periods.items() if every}  # tokens between refreshes, by what is refreshed
+        self._since = dict.fromkeys(self._periods, 0)
+        self._window = {name: np.zeros_like(popularity) for name in self._periods}  # selections since the last refresh
         self._routers: dict[int, list[int]] = {}
 
     @property
@@ -92,7 +97,7 @@ class Planner:
         memory, cached = self.scenario.memory, self.scenario.workload.cached_tokens
         for line in self.layout.ledger.lines:
             size = line.bytes
-            if line.pool == "experts" and memory.arena == "grown" and line.name == "routed experts":
+            if line.pool == "experts" and memory.arena == "grown":
                 size = self.loader.at_start[line.tier]
             elif line.name == "KV cache" and memory.kv != "maximum":
                 size = self.layout.kv_bytes(line.tier, cached)
@@ -121,9 +126,8 @@ class Planner:
         """Plan the run; yield a fragment every few steps. Ends early where memory runs out."""
         if self.out_of_memory is not None:
             return
-        steps = list(self.steps)
         pending = 0
-        for step, upcoming in zip(steps, [*steps[1:], None], strict=True):
+        for step, upcoming in zip(self.steps, chain(islice(self.steps, 1, None), [None]), strict=True):
             self._first, self.loader.step = self.builder.next_task, step.index
             self._grow_kv(step)
             if self.out_of_memory is not None:
@@ -200,10 +204,10 @@ class Planner:
         last = self._head()
         builder.end_step(step.index, self._first, last, step.phase, step.tokens, step.emits)
         self._routers = self.routers
-        self._count(ids)
+        self._count()
 
-    def _task(self, kind_: Kind, device: str, work: object, deps: Deps, layer: int, expert: int = -1, slot: int = -1) -> int:
-        return self.builder.task(kind_, self.lane[device], work, deps, step=self.step.index, layer=layer, expert=expert, slot=slot)  # type: ignore[arg-type]
+    def _task(self, kind_: Kind, device: str, work: Work, deps: Deps, layer: int, expert: int = -1, slot: int = -1) -> int:
+        return self.builder.task(kind_, self.lane[device], work, deps, step=self.step.index, layer=layer, expert=expert, slot=slot)
 
     def _lookup(self) -> Deps:
         """Lookup tables that lie on storage are read before the first layer (claim T5)."""
@@ -421,33 +425,26 @@ class Planner:
 
     # ---- what is refreshed at step borders
 
-    def _count(self, ids: NDArray[np.int16]) -> None:
-        """Count the selections of a step, for refreshed placement and file maps."""
-        flat = ids.reshape(-1, len(self.moe), ids.shape[-1]) if len(self.moe) else ids[:0]
-        for i in range(len(self.moe)):
-            chosen = flat[:, i].ravel()
-            self._counts[i] += np.bincount(chosen[chosen >= 0], minlength=self.n_experts)
-        for name in ("fast map", *self.layout.pools):
+    def _count(self) -> None:
+        """Count the selections of a step for what is refreshed."""
+        for name, window in self._window.items():
             self._since[name] += self.step.tokens
-
-    def _due(self, name: str, every: int) -> NDArray[np.int64] | None:
-        """Selections since the last refresh, if it is due."""
-        if not every or self._since[name] < every:
-            return None
-        window = self._counts - self._seen.get(name, np.zeros_like(self._counts))
-        self._seen[name], self._since[name] = self._counts.copy(), 0
-        return window
+            for chosen in self.chosen:
+                for i, tally in enumerate(chosen):
+                    for expert, tokens in tally.items():
+                        window[i, expert] += tokens
 
     def _refresh(self) -> None:
-        for tier, plan in self.layout.pools.items():
-            window = self._due(tier, plan.spec.refresh_tokens)
-            if window is not None:
-                self.loader.refresh(tier, window)
-        io = self.scenario.io
-        if io.fast_map == "refreshed":
-            window = self._due("fast map", io.fast_map_refresh_tokens)
-            if window is not None:
-                self.loader.remap(window)
+        """Refresh what is due, from the selections since the last time."""
+        for name, every in self._periods.items():
+            if self._since[name] < every:
+                continue
+            if name == FAST_MAP:
+                self.loader.remap(self._window[name])
+            else:
+                self.loader.refresh(name, self._window[name])
+            self._since[name] = 0
+            self._window[name] = np.zeros_like(self._window[name])
 
 
 def _tally(ids: NDArray[np.int16]) -> dict[int, int]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moesim import bottleneck
 from moesim.errors import InputError
-from moesim.metrics import PS, Tasks, Watermark, not_load_ready, useful_loads
+from moesim.metrics import PS, Tasks, Watermark, useful_loads
 from moesim.schedule import Kind
 from moesim.simulate import Result
 from moesim.text_table import percent
@@ -239,13 +239,7 @@ def _kinds(tasks: Tasks) -> NDArray[Any]:
 
 def _stalls(tasks: Tasks) -> NDArray[np.int64]:
     """From when to when each compute task waited for loads alone, (N, 2); equal where it did not. Summed they are ``metrics.io_wait_s``."""
-    free = not_load_ready(tasks)
-    for number, lane in enumerate(tasks.lanes):
-        mine = np.flatnonzero(tasks.lane == number)
-        if len(mine) > 1 and lane.width == 1:
-            order = mine[np.argsort(tasks.start[mine], kind="stable")]
-            free[order[1:]] = np.maximum(free[order[1:]], tasks.end[order[:-1]])
-    free = np.where(tasks.is_compute, np.minimum(free, tasks.start), tasks.start)
+    free = np.where(tasks.is_compute, np.minimum(tasks.free_of_loads, tasks.start), tasks.start)
     return np.stack([free, tasks.start], axis=1)
 
 

@@ -6,7 +6,7 @@ for byte; nothing here reads a clock or the machine it runs on.
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,7 +110,11 @@ class Result:
     dropped_prefetches: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result in the stable shape of ``moesim run -o json``."""
+        """Return the result in the stable shape of ``moesim run -o json``; computed once, each caller gets a copy."""
+        return copy.deepcopy(self._data)
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
         layout = self.case.layout
         tiers = layout.ledger.tiers()
         for i, tier in enumerate(tiers):
@@ -218,10 +222,8 @@ def _routing(case: Case) -> Routing:
         notes.append(f"gate-lookahead: a recall of {scenario.prefetch.recall:g} one layer ahead is stated, not measured on this trace")
     steps = make_steps(rest, scenario.workload, use)
     notes += steps.notes
-    popularity = np.zeros((n_layers, n_experts), np.int64)
-    popularity[:, :] = train.counts() if train.n_rows else 0
     last = int(max(steps.prompts.max(initial=0), steps.answers.max(initial=0))) + 1
-    return Routing(train, rest.slice_rows(0, last), steps, popularity, name, identity, tuple(notes))
+    return Routing(train, rest.slice_rows(0, last), steps, train.counts(), name, identity, tuple(notes))
 
 
 def _source(case: Case) -> Path | None:
@@ -339,7 +341,7 @@ def provenance(case: Case) -> dict[str, Any]:
     return {
         "version": __version__,
         "scenario": scenario.name,
-        "scenario_hash": config.content_hash(json.loads(json.dumps(resolved, default=str))),
+        "scenario_hash": config.content_hash(resolved),
         "model": case.model.name,
         "hardware": case.hardware.name,
         "trace": routing.source,

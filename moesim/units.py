@@ -16,8 +16,6 @@ from pydantic_core import PydanticCustomError
 
 from moesim.errors import InputError
 
-PS_PER_S = 10**12
-
 _DECIMAL = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 _SMALL = {"m": -3, "u": -6, "µ": -6, "n": -9, "p": -12}
@@ -134,18 +132,6 @@ def show(value: float, dimension: str, digits: int = 3) -> str:
     scale, prefix = next(((s, p) for s, p in reversed(prefixes) if size >= s * 0.9999995), (1.0, ""))
     text = f"{value / scale:.{digits}g}" if size < 1000 * scale else f"{value / scale:.0f}"
     return f"{text} {prefix}{unit}"
-
-
-def to_ps(seconds: float) -> int:
-    """Round a duration in seconds up to whole picoseconds (timing rule 1).
-
-    A relative 1e-12 is forgiven first, so that 0.1 s is 10**11 ps and not one more because of binary fractions.
-    """
-    exact = seconds * PS_PER_S
-    nearest = round(exact)
-    if abs(exact - nearest) <= 1e-12 * max(1.0, abs(exact)):
-        return nearest
-    return -int(-exact // 1)
 
 
 def _field(dimension: str, whole: bool = False) -> tuple[BeforeValidator, WithJsonSchema]:

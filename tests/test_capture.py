@@ -6,17 +6,17 @@ import base64
 import io
 import json
 import socket
-import threading
 import time
 import types
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from local_server import LocalServer
 
 from moesim import capture as capture_module
 from moesim.capture import Recorder, capture, load_model
@@ -427,7 +427,7 @@ def npy(array: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-class Stub:
+class Stub(LocalServer):
     """A server of one model; ``mode`` says how it answers."""
 
     def __init__(self, mode: str) -> None:
@@ -481,15 +481,7 @@ class Stub:
                 except OSError:  # the client went away
                     pass
 
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+        super().__init__(Handler)
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from local_server import LocalServer
 
 from moesim import fetch as module
 from moesim.cli.main import run
@@ -37,7 +37,7 @@ def fill(cache: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-class Host:
+class Host(LocalServer):
     """A local stand-in for the host, which counts what is asked for."""
 
     def __init__(self) -> None:
@@ -57,15 +57,7 @@ class Host:
                 self.end_headers()
                 self.wfile.write(data or b"")
 
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+        super().__init__(Handler)
 
 
 @pytest.fixture

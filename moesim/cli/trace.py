@@ -99,9 +99,7 @@ def import_(
     """Read a trace that another tool recorded, and say what it does and does not hold."""
     if out is not None:
         check_target(out, "--out", ".json" if out.suffix.lower() == ".json" else ".npz")
-    options = _options(top_k, layers, experts, prompt_tokens, map, metadata, select)
-    found = import_trace(resources.find("traces", file), format, options)
-    _tell(found)
+    found = _read(file, format, _options(top_k, layers, experts, prompt_tokens, map, metadata, select))
     if out is not None:
         _save(found, out)
     say(repr(found))
@@ -129,9 +127,7 @@ def convert(
     if wanted is None:
         raise InputError("--out", expected=f"a name that ends in {', '.join(suffixes)}, or --to", got=f'"{out}"')
     check_target(out, "--out", {Target.npz: ".npz", Target.profile: ".json"}.get(wanted, ".csv"))
-    options = _options(top_k, layers, experts, prompt_tokens, map, metadata, select)
-    found = import_trace(resources.find("traces", file), format, options)
-    _tell(found)
+    found = _read(file, format, _options(top_k, layers, experts, prompt_tokens, map, metadata, select))
     if wanted is Target.profile:
         save_profile(found if isinstance(found, RoutingProfile) else to_profile(found, Path(file).name), out)
     elif isinstance(found, RoutingProfile):
@@ -200,9 +196,12 @@ def _options(
     return Options(top_k, layers, experts, prompts, mapping, metadata, chosen)
 
 
-def _tell(found: RoutingTrace | RoutingProfile) -> None:
+def _read(file: str, format: str, options: Options) -> RoutingTrace | RoutingProfile:
+    """Read a file of any known format, and say on stderr what it does not hold."""
+    found = import_trace(resources.find("traces", file), format, options)
     for text in notes_of(found):
         note(f"note: {text}")
+    return found
 
 
 def _save(found: RoutingTrace | RoutingProfile, out: Path) -> None:
