@@ -6,8 +6,12 @@ Williams, Waterman and Patterson, CACM 2009):
 - device:  latency = kernels * launch (at most ``kernels_per_task`` where a task is one graph);  V = bytes touched;  cap = min(memory_efficiency * channel, V / (flops / effective peak),
   dequantisation rate).  Without bytes the flops are part of the fixed latency.
 - link:    latency = operations * latency;  V = payload;  cap = efficiency * channel; it also draws on both tiers.
+  A measured task time (``kernel_table.py``) takes the place of all that: V = bytes touched, cap = V / time.
 - storage: n = requests;  latency = ceil(n / depth) * latency;  V = payload;  cap = curve(request size, depth) net of that latency, so
   that a read alone attains exactly what the curve says and latency is not counted twice (timing rule 5).
+- interference: two lanes a, b that slow each other by s_a, s_b share a channel of capacity 1. Their flows are counted in seconds alone
+  times s, and each draws 1 / (1/s_a + 1/s_b) of the channel at full speed: alone each runs free, together the fair shares are
+  1/s_a and 1/s_b of full speed, exactly. With several pairs the unit of a lane is set by the first pair that names it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from numpy.typing import NDArray
 
 from moesim.errors import InputError, did_you_mean
 from moesim.hardware import HardwareProfile
+from moesim.kernel_table import KernelTable
 from moesim.schedule import Fragment, Work
 from moesim.sharing import ceil_ps
 
@@ -77,6 +82,9 @@ class CostModel:
         self._row = {name: i for i, name in enumerate(self.channels)}
         self.capacity = np.array(list(capacities.values()), np.float64)
         self._prices: dict[Work, Price] = {}
+        self._tables = {name: KernelTable(device.kernels) for name, device in hardware.devices.items() if device.kernels}
+        self._pairs = hardware.slowdowns()
+        self._unit = _units(self._pairs)
 
     def price(self, work: Work) -> Price:
         """Return the cost of one work; equal works are priced once."""
@@ -97,8 +105,20 @@ class CostModel:
                     got=f'"{work.resource}"',
                     fix=did_you_mean(work.resource, known),
                 )
+            if work.resource in self._unit and found.volume > 0:
+                found = self._beside_others(work.resource, found)
             self._prices[work] = found
         return found
+
+    def _beside_others(self, lane: str, price: Price) -> Price:
+        """The same cost in the unit of a lane that interferes with others, and its draw on what it shares with them."""
+        rate = min([price.cap, *(c / s for c, s in zip(self.capacity.tolist(), price.shares, strict=True) if s > 0)])
+        unit = self._unit[lane]
+        shares = [s * rate / unit for s in price.shares]
+        for pair, (a, b) in self._pairs.items():
+            if lane in pair:
+                shares[self._row["|".join(pair)]] = 1 / (1 / a + 1 / b) / unit
+        return Price(price.latency_s, price.volume / rate * unit, unit, tuple(shares))
 
     def costs(self, fragment: Fragment) -> Costs:
         """Return the costs of a fragment's tasks."""
@@ -125,8 +145,25 @@ class CostModel:
     def _channel(self, tier: str) -> str:
         return self.hardware.tiers[tier].channel
 
+    def _measured_s(self, work: Work) -> float | None:
+        """Measured time of a device's task, or None."""
+        table = self._tables.get(work.resource)
+        if table is None or not work.part:
+            return None
+        time = table.time_s(work.part, work.weights, work.tokens, work.weight_bytes or work.state_bytes)
+        if time is not None and work.part == "attention":
+            time += table.time_s("kv", "", work.tokens, work.state_bytes) or 0.0
+        return time
+
     def _device(self, work: Work) -> Price:
         device = self.hardware.devices[work.resource]
+        measured = self._measured_s(work)
+        if measured is not None:
+            volume = float(work.weight_bytes + work.state_bytes)
+            channel = self._channel(device.tier)
+            shares = [0.0] * len(self.channels)
+            shares[self._row[channel]] = min(1.0, self.capacity[self._row[channel]] * measured / volume)  # what lies in caches draws less
+            return Price(work.overhead_s, volume, volume / measured, tuple(shares))
         flops_per_s = device.effective_flops_per_s(work.compute) if work.flops > 0 else math.inf
         kernels = min(work.kernels, device.kernels_per_task.value) if device.kernels_per_task is not None else work.kernels
         latency = kernels * device.launch.value + work.overhead_s
@@ -161,5 +198,21 @@ class CostModel:
         rounds = math.ceil(math.ceil(work.transfer_bytes / disk.request_bytes(request, engine or "direct")) / max(work.depth, 1))
         memory = next(t for t in ("ram", "unified") if t in self.hardware.tiers)
         return Price(
-            rounds * disk.latency.value, float(work.transfer_bytes), cap, self._shares(self._channel(disk.tier), self._channel(memory))
+            disk.task_overhead.value + rounds * disk.latency.value,
+            float(work.transfer_bytes),
+            cap,
+            self._shares(self._channel(disk.tier), self._channel(memory)),
         )
+
+
+def _units(pairs: dict[tuple[str, str], tuple[float, float]]) -> dict[str, float]:
+    """Units of lanes in which the fair shares of each pair stand as their slowdowns do."""
+    units: dict[str, float] = {}
+    for (a, b), (slow_a, slow_b) in pairs.items():
+        if a in units:
+            units.setdefault(b, units[a] * slow_b / slow_a)
+        elif b in units:
+            units[a] = units[b] * slow_a / slow_b
+        else:
+            units[a], units[b] = slow_a, slow_b
+    return units

@@ -26,6 +26,7 @@ from moesim.hardware_parts import (
     Engines,
     FastRegion,
     Figure,
+    Interference,
     Link,
     LinkPoint,
     Power,
@@ -43,8 +44,8 @@ from moesim.hardware_parts import (
 )
 
 __all__ = [
-    "CORES", "Basis", "Channel", "ChannelFacts", "ComputeFormat", "Device", "Engines", "FastRegion", "Figure", "HardwareProfile", "Link",
-    "LinkPoint", "Price", "Rate", "Share", "Storage", "StoragePoint", "ThreadPoint", "Tier", "assumed_figures", "figures", "kind",
+    "CORES", "Basis", "Channel", "ChannelFacts", "ComputeFormat", "Device", "Engines", "FastRegion", "Figure", "HardwareProfile", "Interference",
+    "Link", "LinkPoint", "Price", "Rate", "Share", "Storage", "StoragePoint", "ThreadPoint", "Tier", "assumed_figures", "figures", "kind",
     "load_hardware",
 ]  # fmt: skip
 
@@ -78,6 +79,7 @@ class HardwareProfile(Spec):
     devices: Annotated[dict[str, Device], Field(min_length=1)]
     links: dict[str, Link] = {}
     storage: dict[str, Storage] = {}
+    interference: Annotated[tuple[Interference, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> HardwareProfile:
@@ -105,6 +107,12 @@ class HardwareProfile(Spec):
             _known(("storage", name, "tier"), "tier", store.tier, self.tiers)
             if kind(store.tier) != "ssd":
                 raise problem(("storage", name, "tier"), "an ssd tier", f'"{store.tier}"')
+        lanes = {**self.devices, **self.links, **self.storage}
+        for i, pair in enumerate(self.interference):
+            _known(("interference", i, "lane"), "device, link or storage", pair.lane, lanes)
+            _known(("interference", i, "beside"), "device, link or storage", pair.beside, lanes)
+            if pair.lane == pair.beside:
+                raise problem(("interference", i, "beside"), f"a lane other than {pair.lane}", f'"{pair.beside}"')
         self._check_shape()
         return self
 
@@ -134,11 +142,21 @@ class HardwareProfile(Spec):
         return any(kind(name) == "unified" for name in self.tiers)
 
     def channel_capacities(self) -> dict[str, float]:
-        """Return the capacity of every channel: bytes/s, and core-seconds/s for the CPU's ``cores``."""
+        """Return the capacity of every channel: bytes/s, core-seconds/s for the CPU's ``cores``, and 1 for each pair of lanes that interfere."""
         out = {name: channel.bandwidth.value for name, channel in self.channels.items()}
         for name, device in self.devices.items():
             if kind(name) == "cpu" and device.cores is not None:
                 out[CORES + name.removeprefix("cpu")] = float(device.cores.value)
+        return out | dict.fromkeys(("|".join(pair) for pair in self.slowdowns()), 1.0)
+
+    def slowdowns(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Return how many times longer tasks of two lanes take while both are busy, by pair in alphabetical order."""
+        out: dict[tuple[str, str], tuple[float, float]] = {}
+        for it in self.interference:
+            pair = (min(it.lane, it.beside), max(it.lane, it.beside))
+            mine = list(out.get(pair, (1.0, 1.0)))
+            mine[pair.index(it.lane)] = it.slowdown.value
+            out[pair] = (mine[0], mine[1])
         return out
 
     def stream_cap(self, device: str, threads: int | None = None) -> float:
@@ -202,7 +220,7 @@ class HardwareProfile(Spec):
         return _net(self.link_bandwidth(link, request_bytes, pinned=pinned), request_bytes, it.latency.value, flow)
 
     def scaled(self, channel: str, factor: float) -> HardwareProfile:
-        """Return the machine with one channel faster or slower, and with it the curves that were measured through it."""
+        """Return the machine with one channel faster or slower, and with it what was measured through it: curves, and kernel times of its devices."""
         if not factor > 0:
             raise InputError("factor", expected="above 0", got=str(factor))
         it = _get(self.channels, channel, "channel")
@@ -210,13 +228,20 @@ class HardwareProfile(Spec):
         devices, links, storage = dict(self.devices), dict(self.links), dict(self.storage)
         for name, device in devices.items():
             if self.tiers[device.tier].channel == channel:
-                devices[name] = device.model_copy(update={"cpu_bandwidth_threads": _curve(device.cpu_bandwidth_threads, factor)})
+                slower = tuple(p.model_copy(update={"time": times(p.time, 1 / factor)}) for p in device.kernels)
+                devices[name] = device.model_copy(
+                    update={"cpu_bandwidth_threads": _curve(device.cpu_bandwidth_threads, factor), "kernels": slower}
+                )
         for name, link in links.items():
             if link.channel == channel:
                 links[name] = link.model_copy(update={"curve": _curve(link.curve, factor)})
         for name, store in storage.items():
             if self.tiers[store.tier].channel == channel:
-                storage[name] = store.model_copy(update={"curve": _curve(store.curve, factor)})
+                ways = {way: getattr(store.engines, way) for way in ("buffered", "mmap")}
+                ways = {way: it.model_copy(update={"curve": _curve(it.curve, factor)}) for way, it in ways.items()}
+                storage[name] = store.model_copy(
+                    update={"curve": _curve(store.curve, factor), "engines": store.engines.model_copy(update=ways)}
+                )
         return self.model_copy(update={"channels": channels, "devices": devices, "links": links, "storage": storage})
 
     def derated(self, factor: float | None = None) -> HardwareProfile:

@@ -188,11 +188,25 @@ class ThreadPoint(Spec):
     bandwidth: Figure[Rate]
 
 
+class KernelPoint(Spec):
+    """Measured time of one kind of task: so many rows against weights (of ``kv``: a KV cache; of ``combine``, ``copy``: states) of so many bytes.
+
+    ``attention`` is measured with an empty cache; ``kv`` is what a cache of ``bytes`` adds.
+    """
+
+    part: Literal["attention", "kv", "router", "ffn", "combine", "head", "copy"]
+    weights: str = ""  # storage format; empty for kv, combine and copy
+    tokens: Count
+    bytes: SomeSize
+    time: Figure[Time]
+
+
 class Device(Spec):
     """A compute unit: its memory, peak rates by compute format, attainable shares, limits and power.
 
     ``memory_efficiency`` is the share of its channel that one task's flow can attain; ``bandwidth`` its own port to the channel;
-    ``cpu_bandwidth_threads`` replaces both by measured points where threads are counted.
+    ``cpu_bandwidth_threads`` replaces both by measured points where threads are counted. ``kernels`` are measured task times; where
+    they know a part and format they take the place of the roofline.
     """
 
     chip: str = ""
@@ -209,6 +223,7 @@ class Device(Spec):
     cores: Figure[Count] | None = None
     dequant_bytes_per_s: Figure[Rate] | None = None
     cpu_bandwidth_threads: Annotated[tuple[ThreadPoint, ...], Field(strict=False)] = ()
+    kernels: Annotated[tuple[KernelPoint, ...], Field(strict=False)] = ()
     idle_power: Figure[Power] | None = None
     active_power: Figure[Power] | None = None
 
@@ -291,9 +306,10 @@ class StoragePoint(Spec):
 
 
 class Buffered(Spec):
-    """Reads through the page cache: the share of the direct rate that is left after the extra copy."""
+    """Reads through the page cache: the share of the direct rate that is left after the extra copy, or a measured curve of their own."""
 
     efficiency: Figure[Share] = Figure[Share].model_validate({"value": 0.8, "source": "default: one more copy in memory"})
+    curve: Annotated[tuple[StoragePoint, ...], Field(strict=False)] = ()
 
 
 class Mmap(Spec):
@@ -301,6 +317,7 @@ class Mmap(Spec):
 
     fault_size: Figure[SomeSize] = Figure[SomeSize].model_validate({"value": "128 KiB", "source": "default: Linux read_ahead_kb = 128"})
     efficiency: Figure[Share] = Figure[Share].model_validate({"value": 0.7, "source": "default: fault and copy cost"})
+    curve: Annotated[tuple[StoragePoint, ...], Field(strict=False)] = ()
 
 
 class Engines(Spec):
@@ -308,6 +325,14 @@ class Engines(Spec):
 
     buffered: Buffered = Buffered()
     mmap: Mmap = Mmap()
+
+
+class Interference(Spec):
+    """How many times longer a task of one lane takes while another lane is busy, beyond what their channels explain."""
+
+    lane: str
+    beside: str
+    slowdown: Figure[Annotated[float, Field(ge=1, le=2)]]
 
 
 class FastRegion(Spec):
@@ -322,30 +347,40 @@ class Storage(Spec):
 
     tier: str
     latency: Figure[Time]
+    task_overhead: Figure[Time] = Figure[Time].model_validate({"value": "0 s", "source": "default"})  # of a read task, whatever its size
     curve: Annotated[tuple[StoragePoint, ...], Field(strict=False, min_length=1)]
     engines: Engines = Engines()
     fast_region: FastRegion | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Storage:
-        keys = [(p.request, p.depth) for p in self.curve]
+        self._check_curve(("curve",), self.curve)
+        for name in ("buffered", "mmap"):
+            if own := getattr(self.engines, name).curve:
+                self._check_curve(("engines", name, "curve"), own)
+        return self
+
+    @staticmethod
+    def _check_curve(loc: tuple[str, ...], curve: tuple[StoragePoint, ...]) -> None:
+        keys = [(p.request, p.depth) for p in curve]
         requests, depths = sorted({r for r, _ in keys}), sorted({d for _, d in keys})
         for i, (a, b) in enumerate(zip(keys, keys[1:], strict=False), start=1):
             got = f"{b[0]} B at depth {b[1]} after {a[0]} B at depth {a[1]}"
             if b <= a:
-                raise problem(("curve", i), "points in rising order of request, then depth, each once", got)
+                raise problem((*loc, i), "points in rising order of request, then depth, each once", got)
         if len(keys) != len(requests) * len(depths):
             lacking = next(f"{r} B at depth {d}" for r in requests for d in depths if (r, d) not in set(keys))
-            raise problem(("curve",), "a full grid, each request size at each depth", f"no point for {lacking}", "add it")
+            raise problem(loc, "a full grid, each request size at each depth", f"no point for {lacking}", "add it")
         if depths[0] != 1:
-            raise problem(("curve", 0, "depth"), "points at depth 1 too", f"depth {depths[0]} as the smallest")
-        for i, p in enumerate(self.curve):
-            for q in self.curve[:i]:
+            raise problem((*loc, 0, "depth"), "points at depth 1 too", f"depth {depths[0]} as the smallest")
+        for i, p in enumerate(curve):
+            for q in curve[:i]:
+                if p.bandwidth.basis == q.bandwidth.basis == "measured":
+                    continue  # what was measured may fall
                 if q.request <= p.request and q.depth <= p.depth and q.bandwidth.value > p.bandwidth.value:
                     here, there = show(p.bandwidth.value, "bytes_per_s"), show(q.bandwidth.value, "bytes_per_s")
                     got = f"{here} after {there} at {q.request} B, depth {q.depth}"
-                    raise problem(("curve", i, "bandwidth"), "a bandwidth that does not fall as request or depth grows", got)
-        return self
+                    raise problem((*loc, i, "bandwidth"), "a bandwidth that does not fall as request or depth grows", got)
 
     def request_bytes(self, request_bytes: float, engine: str = "direct") -> float:
         """Return the size in which a read of ``request_bytes`` reaches the drive: mmap splits it into faults."""
@@ -369,11 +404,13 @@ class Storage(Spec):
         share = {"direct": 1.0, "buffered": self.engines.buffered.efficiency.value, "mmap": self.engines.mmap.efficiency.value}
         if engine not in share:
             raise InputError("I/O engine", expected="direct, buffered or mmap", got=f'"{engine}"')
-        factor = share[engine] * (1.0 if fast or self.fast_region is None else self.fast_region.rest_factor.value)
+        own = () if engine == "direct" else self.engines.buffered.curve if engine == "buffered" else self.engines.mmap.curve
+        factor = (1.0 if own else share[engine]) * (1.0 if fast or self.fast_region is None else self.fast_region.rest_factor.value)
+        curve = own or self.curve
         if not request_bytes > 0:
             raise InputError("request", expected="a size above 0 bytes", got=str(request_bytes))
-        depths = sorted({p.depth for p in self.curve})
-        at = {d: [(p.request, p.bandwidth.value) for p in self.curve if p.depth == d] for d in depths}
+        depths = sorted({p.depth for p in curve})
+        at = {d: [(p.request, p.bandwidth.value) for p in curve if p.depth == d] for d in depths}
         wanted = min(max(depth, depths[0]), depths[-1])
         high = min(bisect_right(depths, wanted), len(depths) - 1)
         low = max(high - 1, 0)

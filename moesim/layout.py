@@ -75,7 +75,8 @@ class Layout:
                     self.shared_device[layer] = rule.device
         self.head_device = attention
         self.moe_layers = model.moe_layers
-        self.expert_bytes = [model.expert_bytes(plan, layer) for layer in range(n)]
+        self.matrix_bytes = [self._padded(model.expert_matrix_bytes(plan, layer)) for layer in range(n)]
+        self.expert_bytes = [sum(sizes.values()) for sizes in self.matrix_bytes]
         self.in_place = placement.site == "in-place"
         if self.in_place and "cpu" not in hardware.devices:
             raise InputError("placement.site", expected='"fetch" on a machine without a CPU device', got='"in-place"')
@@ -101,6 +102,14 @@ class Layout:
         self.context_tokens = scenario.memory.context_tokens or (work.cached_tokens + work.prompt_tokens + work.output_tokens)
         self.pools: dict[str, PoolPlan] = {}
         self._plan_pools()
+
+    def _padded(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Bytes of an expert's matrices with padding: at the end of the expert, or of each matrix where it is read alone or in pieces."""
+        io = self.scenario.io
+        if io.layout == "scattered" or self.scenario.granularity == "matrix":
+            return {name: -(-size // io.align) * io.align for name, size in sizes.items()}
+        padding = -sum(sizes.values()) % io.align
+        return {name: size + (padding if i == len(sizes) - 1 else 0) for i, (name, size) in enumerate(sizes.items())}
 
     def _device(self, name: str, field: str) -> None:
         if name not in self.hardware.devices:

@@ -111,6 +111,8 @@ def _formats() -> dict[str, Format]:
             # a whole byte for the zero point keeps groups addressable; packing it at the weights' width would save at most 0.75 byte
             note = "one fp16 scale and one uint8 zero point per group, values packed without gaps"
             out.append(Format(f"int{bits}-g{group}", group, group * bits // 8 + 3, "int", "fp16", note=note))
+        note = "the layout of torch's weight-only kernel on CPUs: two values a byte, one bf16 scale and one bf16 zero per group"
+        out.append(Format(f"int4-g{group}-torch", group, group // 2 + 4, "int", "bf16", note=note))
     blocks = {
         "Q1_0": (128, 18), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q8_1": (32, 40),
         "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "Q8_K": (256, 292),

@@ -146,6 +146,7 @@ class Io(Spec):
     engine: Literal["direct", "buffered", "mmap"] = "direct"
     layout: Literal["merged", "scattered"] = "merged"  # one aligned extent an expert, or one a matrix in small pieces (claim P5)
     scattered_piece: Size = 131072  # size of a contiguous piece in a scattered file
+    align: Size = 1  # extents of the expert file start and end at multiples of this; direct reads need the drive's block, 4096
     request: Size = 1048576
     depth: Count = 8
     threads: Few = 1  # width of the ssd lane

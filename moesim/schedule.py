@@ -95,6 +95,9 @@ class Work:
         "pinned" or "pageable" for links; "direct", "buffered" or "mmap" for storage, with "+fast" in the fast region.
     overhead_s : float
         Fixed time that the scenario states, such as synchronisation at a queue.
+    part, weights : str
+        What is computed ("attention", "router", "ffn", "combine", "head", "copy") and the storage format of its weights: the key of
+        measured kernel times.
     """
 
     resource: str
@@ -110,6 +113,8 @@ class Work:
     depth: int = 1
     mode: str = ""
     overhead_s: float = 0.0
+    part: str = ""
+    weights: str = ""
 
 
 Ints = NDArray[np.int64]

@@ -44,13 +44,16 @@ class Works:
         flops = model.linear_flops(layer, "attention", tokens) + sequences * model.attention_flops(layer, new_tokens, context, compressed)
         return Work(
             self.layout.attention_device[layer], flops=flops, compute=plan.format("attention", layer).compute, weight_bytes=weights,
-            state_bytes=cache_bytes + 2 * self._hidden(tokens), kernels=ATTENTION_KERNELS, tokens=tokens,
+            state_bytes=cache_bytes + 2 * self._hidden(tokens), kernels=ATTENTION_KERNELS, tokens=tokens, part="attention",
+            weights=plan.format("attention", layer).name,
         )  # fmt: skip
 
     def _part(self, device: str, part: str, layer: int, tokens: int, kernels: int) -> Work:
+        form = self.plan.format(part, layer)
         return Work(
-            device, flops=self.model.linear_flops(layer, part, tokens), compute=self.plan.format(part, layer).compute,
+            device, flops=self.model.linear_flops(layer, part, tokens), compute=form.compute,
             weight_bytes=self.model.part_bytes(self.plan, part, layer), state_bytes=2 * self._hidden(tokens), kernels=kernels, tokens=tokens,
+            part="router" if part == "router" else "ffn", weights=form.name,
         )  # fmt: skip
 
     def router(self, layer: int, tokens: int) -> Work:
@@ -74,6 +77,7 @@ class Works:
             state_bytes=size,
             kernels=COMBINE_KERNELS,
             tokens=tokens,
+            part="combine",
         )
 
     def head(self, emits: int) -> Work:
@@ -85,7 +89,7 @@ class Works:
         logits = emits * model.vocab_size * 4
         return Work(
             device, flops=model.linear_flops(-1, "head", emits), compute=plan.format("head").compute, weight_bytes=model.head_bytes(plan),
-            state_bytes=2 * logits + self._hidden(emits), kernels=HEAD_KERNELS, tokens=emits,
+            state_bytes=2 * logits + self._hidden(emits), kernels=HEAD_KERNELS, tokens=emits, part="head", weights=plan.format("head").name,
         )  # fmt: skip
 
     def expert_pieces(self, device: str, layer: int, tokens: int) -> list[Work]:
@@ -96,41 +100,26 @@ class Works:
         return found
 
     def _expert_pieces(self, device: str, layer: int, tokens: int) -> list[Work]:
-        compute = self.plan.format("routed_experts", layer).compute
+        form = self.plan.format("routed_experts", layer)
         flops, state = self.model.expert_flops(layer, tokens), 2 * self._hidden(tokens)
         if self._granular != "matrix":
-            return [
-                Work(
-                    device,
-                    flops=flops,
-                    compute=compute,
-                    weight_bytes=self.layout.expert_bytes[layer],
-                    state_bytes=state,
-                    kernels=EXPERT_KERNELS,
-                    tokens=tokens,
-                )
-            ]
-        sizes = self.model.expert_matrix_bytes(self.plan, layer)
-        total = sum(sizes.values())
+            size = self.layout.expert_bytes[layer]
+            return [Work(device, flops, form.compute, size, state, EXPERT_KERNELS, tokens, part="ffn", weights=form.name)]
+        sizes = self.layout.matrix_bytes[layer].values()
+        total = sum(sizes)
         return [
-            Work(
-                device,
-                flops=flops * size / total,
-                compute=compute,
-                weight_bytes=size,
-                state_bytes=state * size // total,
-                kernels=1,
-                tokens=tokens,
-            )
-            for size in sizes.values()
+            Work(device, flops * size / total, form.compute, size, state * size // total, 1, tokens, part="matrix", weights=form.name)
+            for size in sizes
         ]
 
     def experts(self, device: str, layer: int, tokens: Sequence[int]) -> Work:
         """A whole layer-set in one work; ``tokens`` of each expert."""
         rows = sum(tokens)
+        form = self.plan.format("routed_experts", layer)
         return Work(
-            device, flops=self.model.expert_flops(layer, rows), compute=self.plan.format("routed_experts", layer).compute,
+            device, flops=self.model.expert_flops(layer, rows), compute=form.compute,
             weight_bytes=len(tokens) * self.layout.expert_bytes[layer], state_bytes=2 * self._hidden(rows), kernels=EXPERT_KERNELS, tokens=rows,
+            part="layer-set", weights=form.name,
         )  # fmt: skip
 
     def hop(self, lane: str, layer: int, experts: int, fast: bool) -> list[Work]:
@@ -142,7 +131,7 @@ class Works:
 
     def _hop(self, lane: str, layer: int, experts: int, fast: bool) -> list[Work]:
         io = self.layout.scenario.io
-        sizes = list(self.model.expert_matrix_bytes(self.plan, layer).values())
+        sizes = list(self.layout.matrix_bytes[layer].values())
         pieces = [[size] for size in sizes] if self._granular == "matrix" else [sizes]
         out = []
         for group in pieces:
@@ -167,7 +156,7 @@ class Works:
         """Hidden states over a link, or written and read again by a device in its own memory."""
         if resource in self.layout.hardware.links:
             return Work(resource, transfer_bytes=self._hidden(tokens), operations=1, mode="pinned")
-        return Work(resource, state_bytes=2 * self._hidden(tokens), kernels=1, tokens=tokens)
+        return Work(resource, state_bytes=2 * self._hidden(tokens), kernels=1, tokens=tokens, part="copy")
 
     def handoff(self, device: str) -> Work:
         """One end of a queue."""
