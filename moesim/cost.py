@@ -12,6 +12,7 @@ Williams, Waterman and Patterson, CACM 2009):
 - interference: two lanes a, b that slow each other by s_a, s_b share a channel of capacity 1. Their flows are counted in seconds alone
   times s, and each draws 1 / (1/s_a + 1/s_b) of the channel at full speed: alone each runs free, together the fair shares are
   1/s_a and 1/s_b of full speed, exactly. With several pairs the unit of a lane is set by the first pair that names it.
+- hand-over: a task whose latest constraint, of the same step, is a task of another lane begins ``handoff`` of its own lane later.
 """
 
 from __future__ import annotations
@@ -40,14 +41,11 @@ class Costs:
     cap: NDArray[np.float64]  # (N,) volume units per second
     shares: NDArray[np.float64]  # (W, C) channel units per volume unit
 
-    def alone_ps(self, work: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return how long each task would take with every channel to itself, (N,)."""
+    @property
+    def limit(self) -> NDArray[np.float64]:
+        """The rate that a work's channels allow when it has them to itself, volume units per second, (W,)."""
         with np.errstate(divide="ignore"):
-            limit = np.where(self.shares > 0, self.capacity / self.shares, np.inf).min(axis=1, initial=np.inf)
-        rate = np.minimum(self.cap, limit[work])
-        kinds, which = np.unique(np.stack([self.volume, rate]), axis=1, return_inverse=True)
-        flow = np.array([ceil_ps(v / r) if v > 0 else 0 for v, r in zip(*kinds.tolist(), strict=True)], np.int64)
-        return self.latency_ps + flow[which]
+            return np.where(self.shares > 0, self.capacity / self.shares, np.inf).min(axis=1, initial=np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,19 @@ class Price:
     latency_s: float
     volume: float
     cap: float
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A device under one arithmetic; ``inf`` and 0 stand for limits that it does not have."""
+
+    flops_per_s: float
+    launch_s: float
+    kernels: float  # most launches of a task
+    bucket: int
+    stream_cap: float
+    dequant_bytes_per_s: float
     shares: tuple[float, ...]
 
 
@@ -82,9 +93,13 @@ class CostModel:
         self._row = {name: i for i, name in enumerate(self.channels)}
         self.capacity = np.array(list(capacities.values()), np.float64)
         self._prices: dict[Work, Price] = {}
+        self._devices: dict[tuple[str, str], _Device] = {}
         self._tables = {name: KernelTable(device.kernels) for name, device in hardware.devices.items() if device.kernels}
         self._pairs = hardware.slowdowns()
         self._unit = _units(self._pairs)
+        stated = {name: it.handoff for name, it in hardware.devices.items()} | {name: it.handoff for name, it in hardware.links.items()}
+        stated |= {name: it.handoff for name, it in hardware.storage.items()}
+        self._handoff = {name: figure.value for name, figure in stated.items() if figure is not None}
 
     def price(self, work: Work) -> Price:
         """Return the cost of one work; equal works are priced once."""
@@ -123,18 +138,31 @@ class CostModel:
     def costs(self, fragment: Fragment) -> Costs:
         """Return the costs of a fragment's tasks."""
         prices = [self.price(w) for w in fragment.works]
-        rows = fragment.work
-        volume = np.array([p.volume for p in prices])[rows]
+        rows = fragment.work.astype(np.intp)  # once, else every gather converts them
+        latency_s, volume, cap = (np.array([getattr(p, name) for p in prices], np.float64) for name in ("latency_s", "volume", "cap"))
         shares = np.array([p.shares for p in prices], np.float64).reshape(len(prices), len(self.channels))
+        latency_ps = np.array([ceil_ps(x) for x in latency_s.tolist()], np.int64)[rows]
         if self.jitter > 0 and self.rng is not None:
             factor = np.exp(np.abs(self.rng.normal(0.0, self.jitter, len(rows))))
-            slowed = np.array([p.latency_s for p in prices])[rows] * factor
-            latency_ps = np.array([ceil_ps(x) for x in slowed.tolist()], np.int64)
-            cap = np.array([p.cap for p in prices])[rows] / factor
-        else:
-            latency_ps = np.array([ceil_ps(p.latency_s) for p in prices], np.int64)[rows]
-            cap = np.array([p.cap for p in prices])[rows]
-        return Costs(self.channels, self.capacity, latency_ps, volume, cap, shares)
+            latency_ps = np.array([ceil_ps(x) for x in (latency_s[rows] * factor).tolist()], np.int64)
+            return Costs(self.channels, self.capacity, latency_ps + self._handoffs_ps(fragment), volume[rows], cap[rows] / factor, shares)
+        return Costs(self.channels, self.capacity, latency_ps + self._handoffs_ps(fragment), volume[rows], cap[rows], shares)
+
+    def _handoffs_ps(self, fragment: Fragment) -> NDArray[np.int64] | int:
+        """What it takes tasks to begin whose latest constraint, of their own step, is a task of another lane, (N,); 0 where lanes hand over at once."""
+        if not self._handoff or not len(fragment.dep_task):
+            return 0
+        names = sorted({w.resource for w in fragment.works})
+        lane = np.array([names.index(w.resource) for w in fragment.works])[fragment.work]
+        latest = np.full(fragment.n_tasks, -1, np.int64)
+        waits = np.flatnonzero(np.diff(fragment.dep_start))
+        latest[waits] = np.maximum.reduceat(fragment.dep_task, fragment.dep_start[waits]) - fragment.first_task
+        handed = np.flatnonzero(latest >= 0)
+        before = latest[handed]
+        handed = handed[(fragment.step[before] == fragment.step[handed]) & (lane[before] != lane[handed])]
+        out = np.zeros(fragment.n_tasks, np.int64)
+        out[handed] = np.array([ceil_ps(self._handoff.get(name, 0.0)) for name in names], np.int64)[lane[handed]]
+        return out
 
     def _shares(self, *channels: str) -> tuple[float, ...]:
         shares = [0.0] * len(self.channels)
@@ -155,31 +183,44 @@ class CostModel:
             time += table.time_s("kv", "", work.tokens, work.state_bytes) or 0.0
         return time
 
+    def _machine(self, device: str, compute: str) -> _Device:
+        """Return what the price of a device's works needs to know of it, for one arithmetic ("" for none)."""
+        found = self._devices.get((device, compute))
+        if found is None:
+            spec = self.hardware.devices[device]
+            found = self._devices[device, compute] = _Device(
+                spec.effective_flops_per_s(compute) if compute else math.inf,
+                spec.launch.value,
+                spec.kernels_per_task.value if spec.kernels_per_task is not None else math.inf,
+                spec.batch_bucket.value if spec.batch_bucket is not None else 0,
+                self.hardware.stream_cap(device),
+                spec.dequant_bytes_per_s.value if spec.dequant_bytes_per_s is not None else math.inf,
+                self._shares(self._channel(spec.tier)),
+            )
+        return found
+
     def _device(self, work: Work) -> Price:
-        device = self.hardware.devices[work.resource]
+        device = self._machine(work.resource, work.compute if work.flops > 0 else "")
         measured = self._measured_s(work)
         if measured is not None:
             volume = float(work.weight_bytes + work.state_bytes)
-            channel = self._channel(device.tier)
+            row = self._row[self._channel(self.hardware.devices[work.resource].tier)]
             shares = [0.0] * len(self.channels)
-            shares[self._row[channel]] = min(1.0, self.capacity[self._row[channel]] * measured / volume)  # what lies in caches draws less
+            shares[row] = min(1.0, self.capacity[row] * measured / volume)  # what lies in caches draws less
             return Price(work.overhead_s, volume, volume / measured, tuple(shares))
-        flops_per_s = device.effective_flops_per_s(work.compute) if work.flops > 0 else math.inf
-        kernels = min(work.kernels, device.kernels_per_task.value) if device.kernels_per_task is not None else work.kernels
-        latency = kernels * device.launch.value + work.overhead_s
+        latency = min(work.kernels, device.kernels) * device.launch_s + work.overhead_s
         flops = work.flops
-        if device.batch_bucket is not None and work.tokens:  # static shapes: rows are padded to the bucket
-            bucket = device.batch_bucket.value
-            flops *= math.ceil(work.tokens / bucket) * bucket / work.tokens
+        if device.bucket and work.tokens:  # static shapes: rows are padded to the bucket
+            flops *= math.ceil(work.tokens / device.bucket) * device.bucket / work.tokens
         volume = float(work.weight_bytes + work.state_bytes)
         if volume == 0.0:
-            return Price(latency + flops / flops_per_s, 0.0, math.inf, self._shares())
-        cap = self.hardware.stream_cap(work.resource)
+            return Price(latency + flops / device.flops_per_s, 0.0, math.inf, self._shares())
+        cap = device.stream_cap
         if flops > 0:
-            cap = min(cap, volume / (flops / flops_per_s))
-        if device.dequant_bytes_per_s is not None and work.weight_bytes:
-            cap = min(cap, device.dequant_bytes_per_s.value * volume / work.weight_bytes)
-        return Price(latency, volume, cap, self._shares(self._channel(device.tier)))
+            cap = min(cap, volume / (flops / device.flops_per_s))
+        if work.weight_bytes:
+            cap = min(cap, device.dequant_bytes_per_s * volume / work.weight_bytes)
+        return Price(latency, volume, cap, device.shares)
 
     def _link(self, work: Work) -> Price:
         link = self.hardware.links[work.resource]
@@ -196,9 +237,10 @@ class CostModel:
         request = min(float(work.request_bytes), extent) if work.request_bytes else extent
         cap = self.hardware.read_flow_cap(work.resource, request, work.depth, engine=engine or "direct", fast=region == "fast")
         rounds = math.ceil(math.ceil(work.transfer_bytes / disk.request_bytes(request, engine or "direct")) / max(work.depth, 1))
+        overhead = disk.task_overhead.value if disk.task_overhead is not None else 0.0
         memory = next(t for t in ("ram", "unified") if t in self.hardware.tiers)
         return Price(
-            disk.task_overhead.value + rounds * disk.latency.value,
+            overhead + rounds * disk.latency.value,
             float(work.transfer_bytes),
             cap,
             self._shares(self._channel(disk.tier), self._channel(memory)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -318,4 +319,10 @@ def load_hardware(name_or_path: str, base: Path | None = None, where: str = "") 
         With ``file:line``, field, what was expected and what was got; ``where`` is the place that named the profile.
     """
     path = resources.find("hardware_profiles", name_or_path, base=base, where=where)
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, _changed_ns: int) -> HardwareProfile:
+    """Read a profile; again only when its file has changed, as sweeps ask for the same one thousands of times."""
     return config.build(HardwareProfile, config.read_yaml(path))

@@ -31,6 +31,7 @@ from moesim.units import Bytes, BytesPerS, FlopsPerS, Joules, Seconds, Watts, pa
 T = TypeVar("T")
 S = TypeVar("S", bound="Figure[Any] | Price")
 Basis = Literal["spec", "reported", "measured", "assumed"]
+Platform = Literal["desktop", "laptop", "workstation", "server-single", "server-dual", "soc"]
 ComputeFormat = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
 
 # Which arithmetic stands in where a device lacks units for a format: the next wider one that it has, integers before floats.
@@ -154,7 +155,7 @@ class ChannelFacts(Spec):
     memory_channels: Count | None = None
     bus_bits: Count | None = None
     mt_s: Count | None = None
-    pcie_gen: Literal[3, 4, 5] | None = None
+    pcie_gen: Literal[3, 4, 5, 6] | None = None
     pcie_lanes: Count | None = None
 
     @model_validator(mode="after")
@@ -168,10 +169,16 @@ class ChannelFacts(Spec):
 
     @property
     def peak_bytes_per_s(self) -> float:
-        """Bus bytes x transfers (JEDEC), or lanes x 8 GT/s x 2^(gen - 3) x 128/130 (PCI-SIG, generations 3 to 5)."""
+        """Bus bytes x transfers (JEDEC), or lanes x 8 GT/s x 2^(gen - 3) x coding (PCI-SIG), in bytes of transaction packets.
+
+        Coding is 128b/130b up to generation 5. Generation 6 sends PAM4 in FLITs of 256 bytes, 236 of which carry packets (6 are link
+        packets, 8 CRC, 6 error correction).
+        """
         if self.mt_s:
             return float(parse(f"{self.mt_s * (self.bus_bits or 64 * (self.memory_channels or 0))} Mbit/s", "bytes_per_s"))
-        return float(parse(f"{8 * 2 ** ((self.pcie_gen or 3) - 3) * (self.pcie_lanes or 0)} Gbit/s", "bytes_per_s")) * 128 / 130
+        gen = self.pcie_gen or 3
+        coding = 236 / 256 if gen == 6 else 128 / 130
+        return float(parse(f"{8 * 2 ** (gen - 3) * (self.pcie_lanes or 0)} Gbit/s", "bytes_per_s")) * coding
 
 
 class Channel(Spec):
@@ -210,12 +217,14 @@ class Device(Spec):
     """
 
     chip: str = ""
+    platform: Platform | None = None  # of a CPU: how much of the memory's peak runtimes attain depends on it
     tier: str
     peak: Annotated[dict[ComputeFormat, Figure[FlopRate]], Field(min_length=1)]
     compute_efficiency: Figure[Share]
     memory_efficiency: Figure[Share]
     bandwidth: Figure[Rate] | None = None
     launch: Figure[Time]
+    handoff: Figure[Time] | None = None  # until a worker that waited for another lane has begun
     kernels_per_task: Figure[Count] | None = None
     formats: Annotated[tuple[ComputeFormat, ...], Field(strict=False, min_length=1)] | None = None
     batch_bucket: Figure[Count] | None = None
@@ -283,6 +292,7 @@ class Link(Spec):
     target: str
     channel: str
     latency: Figure[Time]
+    handoff: Figure[Time] | None = None  # until a worker that waited for another lane has begun
     pinned_efficiency: Figure[Share]
     pageable_efficiency: Figure[Share]
     curve: Annotated[tuple[LinkPoint, ...], Field(strict=False)] = ()
@@ -347,7 +357,8 @@ class Storage(Spec):
 
     tier: str
     latency: Figure[Time]
-    task_overhead: Figure[Time] = Figure[Time].model_validate({"value": "0 s", "source": "default"})  # of a read task, whatever its size
+    task_overhead: Figure[Time] | None = None  # of a read task, whatever its size
+    handoff: Figure[Time] | None = None  # until a worker that waited for another lane has begun
     curve: Annotated[tuple[StoragePoint, ...], Field(strict=False, min_length=1)]
     engines: Engines = Engines()
     fast_region: FastRegion | None = None

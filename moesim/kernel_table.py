@@ -37,7 +37,8 @@ class KernelTable:
         rows = self._curves.get((part, weights))
         if rows is None or n_bytes <= 0:
             return None
-        return _between([(count, _between(curve, n_bytes, floor=0.5)) for count, curve in rows], max(tokens, 1), floor=1.0)
+        floor = 0.0 if part == "kv" else 0.5  # a cache costs in proportion to its bytes
+        return _between([(count, _between(curve, n_bytes, floor)) for count, curve in rows], max(tokens, 1), floor=1.0)
 
 
 def _between(curve: Curve, x: int, floor: float) -> float:

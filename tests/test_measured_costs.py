@@ -98,3 +98,24 @@ def test_measured_time_takes_the_place_of_the_roofline_and_adds_the_cache() -> N
     assert (price.latency_s, price.volume / price.cap) == (0.0, pytest.approx(4e-3))
     other = prices.price(Work("cpu", weight_bytes=1_000_000, tokens=1, part="head", weights="int8", kernels=3))
     assert other.latency_s > 0  # no head was measured
+
+
+def test_a_task_that_waits_for_another_lane_begins_later() -> None:
+    data = load_hardware("ref-16gb").model_dump(mode="json")
+    data["devices"]["cpu"]["handoff"], data["storage"]["ssd"]["handoff"] = "30 us", "80 us"
+    builder = FragmentBuilder(2)
+    ffn, read = Work("cpu", weight_bytes=1000, tokens=1), Work("ssd", transfer_bytes=4096, operations=1, request_bytes=4096, mode="direct")
+    router = builder.task(Kind.ROUTER, 0, ffn, [])
+    demanded = builder.task(Kind.LOAD, 1, read, [(router, 0)])
+    hit = builder.task(Kind.FFN, 0, ffn, [(router, 0)])
+    missed = builder.task(Kind.FFN, 0, ffn, [(router, 0), (demanded, 0)])
+    ahead = builder.task(Kind.LOAD, 1, read, [(demanded, 0)], prefetch=True)
+    builder.end_step(0, router, ahead, 1, 1, 1)
+    first = builder.build()
+    after = builder.task(Kind.LOAD, 1, read, [(missed, 0)], step=1)  # of another step: it waits for the gate with all others
+    builder.end_step(1, after, after, 1, 1, 1)
+    with_, without = CostModel(config.build(HardwareProfile, Document(data, "test"))), CostModel(load_hardware("ref-16gb"))
+    added = with_.costs(first).latency_ps - without.costs(first).latency_ps
+    assert [int(added[t]) for t in (router, demanded, hit, missed, ahead)] == [0, 80_000_000, 0, 30_000_000, 0]
+    second = builder.build()
+    assert with_.costs(second).latency_ps.tolist() == without.costs(second).latency_ps.tolist()

@@ -1,0 +1,1 @@
+"""Expert weights in the layouts of real kernels."""
