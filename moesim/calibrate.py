@@ -135,8 +135,12 @@ class _Bench:
         self._storage(data, store.slot_bytes(store.layers[0]), reads, small.slot_bytes(small.layers[0]), single)
         self._links(data, copies, bandwidth)
         self._lanes(data, sampled[0], reads[Way("direct", MIB, 4)], copies[sizes[-1]])
+        attained = max(_rate(p) for p in self.points if p["part"] == "ffn" and p["tokens"] == 1)
+        channel = float(data["channels"]["ram"]["bandwidth"]["value"].split()[0]) * 1e6
         for device in ("cpu", "gpu"):
             data["devices"][device]["kernels"] = [dict(p) for p in self.points]
+            how = {"basis": "measured", "source": f"the fastest expert kernel on one row, {self.date}"}
+            data["devices"][device]["memory_efficiency"] = {"value": round(min(attained / channel, 1.0), 4), **how}
         profile = config.build(HardwareProfile, Document(data, "calibration"))
         return Calibration(profile, data, self.spreads)
 
@@ -279,6 +283,11 @@ def _slowdown(runs: Sequence[Samples], device: str, mover: str) -> float:
     return weighted / total if total else 1.0
 
 
+def _rate(point: dict[str, Any]) -> float:
+    """Bytes per second that a measured kernel attains."""
+    return float(point["bytes"].split()[0]) / (float(point["time"]["value"].split()[0]) * 1e-6)
+
+
 def _assumed(value: str, source: str) -> dict[str, str]:
     return {"value": value, "basis": "assumed", "source": source}
 
@@ -288,7 +297,7 @@ def _skeleton(folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(folder).free
-    chip = _chip()
+    chip = processor()
     core = {"value": "20 GFLOP/s", "basis": "assumed", "source": "nominal: measured times take its place"}
 
     def device(tier: str, what: str) -> dict[str, Any]:
@@ -318,7 +327,7 @@ def _skeleton(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _chip() -> str:
+def processor() -> str:
     """The processor's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -327,6 +336,3 @@ def _chip() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-__all__ = ["Calibration", "Probe", "calibrate"]

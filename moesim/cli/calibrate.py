@@ -36,9 +36,15 @@ def command(
     if output is not None:
         check_target(output, "--output", ".yaml")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), auto_refresh=False
+    ) as bar:  # a refreshing thread would take part in what is measured
         task = bar.add_task("calibrating", total=None)
-        found = calibrate(stores, lambda what, done, total: bar.update(task, description=what, completed=done, total=total), repeats)
+
+        def tick(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+        found = calibrate(stores, tick, repeats)
     if output is None:
         say(found.text)
     else:

@@ -1,0 +1,158 @@
+"""Owns ``moesim validate``: predicted against measured, on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from moesim import report_validate
+from moesim.cli.options import check_target, note, say, write
+from moesim.errors import EXIT_OUT_OF_TOLERANCE, InputError
+from moesim.resources import find
+from moesim.validate_suite import entries
+
+if TYPE_CHECKING:
+    from moesim.validate import Validation
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+Tick = Callable[[str, int, int], None]
+
+
+class Page(StrEnum):
+    """What is printed."""
+
+    text = "text"
+    json = "json"
+    md = "md"
+    html = "html"
+
+
+@app.command(
+    "validate",
+    epilog="Example: moesim calibrate -o here.yaml && moesim validate scenarios/validation --profile here.yaml -o md > validation.md",
+)
+def command(
+    suite: Annotated[str, typer.Argument(metavar="SCENARIO|FOLDER", help="A scenario, or a folder with a suite.yaml.", show_default=False)],
+    quick: Annotated[bool, typer.Option("--quick", help="Only the cases that the suite marks as quick.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.yaml", help="What moesim calibrate wrote; default: calibrate first.", show_default=False)
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Runs of each case, after one that warms up.")] = 5,
+    oom: Annotated[bool, typer.Option("--oom", help="Also find where memory runs out, in processes with a limit.")] = False,
+    stores: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the expert files here; default: a temporary folder.", show_default=False)
+    ] = None,
+    output: Annotated[Page, typer.Option("-o", "--output", help="Format of the answer on stdout.")] = Page.text,
+    plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the suite and every case as PNG here.", show_default=False)] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE.md", help="Also write the page with every figure.", show_default=False)
+    ] = None,
+) -> None:
+    """Run a schedule on real experts and compare it with the simulation: time, hits, bytes, memory."""
+    cases = entries(suite, quick)
+    if record is not None:
+        check_target(record, "--record", ".md")
+    measured = None if profile is None else find("hardware_profiles", str(profile), where="--profile")
+    try:
+        from moesim.real_case import Stores
+        from moesim.validate import validate
+    except ModuleNotFoundError as error:
+        raise InputError("validate", expected=f"the package {error.name}", got="none", fix="pip install 'moesim[validate]'") from None
+    with tempfile.TemporaryDirectory(prefix="moesim-") as scratch, Stores(stores) as kept:
+        if measured is None:
+            with progress("calibrating") as tick:
+                measured = _calibrated(Path(scratch), kept.folder, tick)
+        with progress("validating") as tick:
+            found = validate(_name(suite, quick), cases, measured, kept, repeats, oom, tick)
+    pictures = _pictures(found) if plot is not None or output is Page.html else {}
+    if plot is not None:
+        _save(pictures, plot)
+    if record is not None:
+        write(record, report_validate.validate_markdown(found.data), "--record")
+    if output is Page.html:
+        say(report_validate.validate_html(found.data, pictures))
+    else:
+        shapes = {
+            Page.text: report_validate.validate_text,
+            Page.json: report_validate.validate_json,
+            Page.md: report_validate.validate_markdown,
+        }
+        say(shapes[output](found.data))
+    if not found.met:
+        raise typer.Exit(EXIT_OUT_OF_TOLERANCE)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Tick]:
+    """Yield what takes (what, done, all): a bar on stderr; where that is no terminal, a line for every tenth.
+
+    The bar is drawn when it is told something, never by a thread of its own, which would disturb what is measured.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        told = -1
+
+        def line(_what: str, done: int, total: int) -> None:
+            nonlocal told
+            tenth = 10 * done // max(total, 1)
+            if tenth > told:
+                told = tenth
+                note(f"{what}: {10 * tenth} %")
+
+        yield line
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(what, total=None)
+
+        def tick(part: str, done: int, total: int) -> None:
+            bar.update(task, description=part, completed=done, total=total)
+            bar.refresh()
+
+        yield tick
+
+
+def _calibrated(scratch: Path, folder: Path, tick: Tick) -> Path:
+    """Measure this machine; return the profile's file."""
+    from moesim.calibrate import NOISY, calibrate
+
+    found = calibrate(folder, tick)
+    if found.spread > NOISY:
+        note(f"warning: the machine is noisy: the calibration's figures spread {found.spread:.0%} (a steady one under {NOISY:.0%})")
+    path = scratch / "this-machine.yaml"
+    write(path, found.text, "calibration")
+    return path
+
+
+def _name(suite: str, quick: bool) -> str:
+    name = Path(suite).name or suite
+    return f"{name} (quick)" if quick else name
+
+
+def _pictures(found: Validation) -> dict[str, bytes]:
+    """PNG by name: the suite, then each case that ran."""
+    from moesim import plots_validate  # matplotlib takes a while to import
+
+    rows = found.data["scenarios"]
+    out = {"suite": plots_validate.suite_picture(rows)}
+    for row, it in zip(rows, found.executed, strict=True):
+        if not row["failed"]:
+            out[row["name"]] = plots_validate.case_picture(it, row)
+    return out
+
+
+def _save(pictures: dict[str, bytes], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, png in pictures.items():
+            (folder / f"{name}.png").write_bytes(png)
+    except OSError as error:
+        raise InputError("--plot", expected="a folder to write to", got=error.strerror or str(error), where=str(folder)) from None
