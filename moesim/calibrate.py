@@ -24,7 +24,7 @@ import yaml
 from moesim import config, resources
 from moesim.awake import cores_awake
 from moesim.calibrate_io import Timed, Way, attained_bytes_per_s, memory_bytes_per_s, time_copies, time_reads
-from moesim.calibrate_probes import Probe, ProbeRunner, probes
+from moesim.calibrate_probes import ProbeRunner, probes
 from moesim.calibrate_samples import BESIDE, COMPUTE, Samples, trimmed_mean
 from moesim.config import Document
 from moesim.hardware import HardwareProfile
@@ -180,12 +180,12 @@ class _Bench:
             rows.setdefault((weights, tokens, size), []).append((state, mean, n))
         slope = 0.0
         for (weights, tokens, size), points in sorted(rows.items(), key=lambda item: item[0][1]):
-            x, y, n = (np.array(c, np.float64) for c in zip(*points, strict=True))
+            x, y, number = (np.array(c, np.float64) for c in zip(*points, strict=True))
             if len(points) > 2 and x.max() > 2 * x.min():
-                slope = max(float(np.polyfit(x, y, 1, w=np.sqrt(n))[0]), 0.0)
-                self._point("kv", "", tokens, int(x.max()), slope * float(x.max()), None, int(n.sum()))
-            base = float(np.average(y - slope * x, weights=n))
-            self._point("attention", weights, tokens, size, max(base, 0.5 * float(y.min())), None, int(n.sum()))
+                slope = max(float(np.polyfit(x, y, 1, w=np.sqrt(number))[0]), 0.0)
+                self._point("kv", "", tokens, int(x.max()), slope * float(x.max()), None, int(number.sum()))
+            base = float(np.average(y - slope * x, weights=number))
+            self._point("attention", weights, tokens, size, max(base, 0.5 * float(y.min())), None, int(number.sum()))
 
     def _point(self, part: str, weights: str, tokens: int, size: int, mean: float, spread: float | None, n: int) -> None:
         time = self.figure(f"{part} {weights} {tokens} x {size}", f"{mean * 1e6:.1f} us", spread, f"mean of {n} tasks")
@@ -228,30 +228,31 @@ class _Bench:
     def _lanes(self, data: dict[str, Any], sampled: dict[str, list[Samples]], read: Timed, copy: Timed) -> None:
         """How long workers take to begin when they waited for another, and how lanes slow each other."""
         parts = {**data["devices"], **data["links"], **data["storage"]}
-        alone = {"ssd": read.mean_s, "h2d": copy.mean_s}
-        for name, lanes in (("waiting", ("cpu", "ssd")), ("copying", ("h2d",))):
-            for lane in lanes:
-                extra = _handoff(sampled[name], lane, alone.get(lane))
-                if extra is not None:
-                    how = f"tasks that waited for another lane, beyond those that did not, probe {name}"
-                    parts[lane]["handoff"] = self.figure(f"hand-over to {lane}", f"{max(extra, 0.0) * 1e6:.1f} us", None, how)
+        begun = np.concatenate([run.begun_s[run.handed & run.on("h2d")] for run in sampled["copying"]])
+        extras = {
+            "cpu": _handoff(sampled["waiting"], "cpu", None),
+            "ssd": _handoff(sampled["waiting"], "ssd", read.mean_s),  # the first read of a drive that was idle is part of it
+            "h2d": float(np.median(begun)) if len(begun) >= 20 else None,
+        }
+        for lane, extra in extras.items():
+            if extra is not None:
+                how = "tasks that waited for another lane, beyond those that did not"
+                parts[lane]["handoff"] = self.figure(f"hand-over to {lane}", f"{max(extra, 0.0) * 1e6:.1f} us", None, how)
         for other in ("gpu", "d2h"):
             like = {"gpu": "cpu", "d2h": "h2d"}[other]
             if "handoff" in parts[like] and "handoff" not in parts[other]:
                 parts[other]["handoff"] = dict(parts[like]["handoff"])
         out = []
-        for name, device, mover, alone in (("reading", "cpu", "ssd", read), ("copying", "gpu", "h2d", copy)):
+        for name, device, mover, by_itself in (("reading", "cpu", "ssd", read), ("copying", "gpu", "h2d", copy)):
             runs = sampled[name]
             slow = _slowdown(runs, device, mover)
             busy = np.concatenate([run.taken_s[run.on(mover) & ~run.handed & (run.beside[device] > BESIDE)] for run in runs])
-            moved = trimmed_mean(busy) / alone.mean_s if len(busy) >= 20 else 1.0
+            moved = trimmed_mean(busy) / by_itself.mean_s if len(busy) >= 20 else 1.0
             pairs = [(device, mover, slow), (mover, device, moved)]
             if name == "reading":
                 pairs += [("gpu", mover, slow), (mover, "gpu", moved)]
-            out += [{"lane": a, "beside": b, "slowdown": self.figure(f"{a} beside {b}", f"{min(max(s, 1.0), 2.0):.4f}", None, f"probe {name}")}
-                    for a, b, s in pairs]  # fmt: skip
-        for pair in out:
-            pair["slowdown"]["value"] = float(pair["slowdown"]["value"])
+            origin = {"basis": "measured", "source": f"probe {name}, {self.date}"}
+            out += [{"lane": a, "beside": b, "slowdown": {"value": round(min(max(s, 1.0), 2.0), 4), **origin}} for a, b, s in pairs]
         data["interference"] = out
 
 

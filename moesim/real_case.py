@@ -98,8 +98,9 @@ def throttles(case: Case) -> dict[str, float]:
     """Return the rates of drives and links that are to be emulated, by lane, in bytes/s."""
     own = find_hardware(case.scenario.hardware, case.base)
     out = {}
-    for name, part in [*case.hardware.storage.items(), *case.hardware.links.items()]:
-        channel = getattr(part, "channel", None) or case.hardware.tiers[getattr(part, "tier")].channel
+    channels = {name: link.channel for name, link in case.hardware.links.items()}
+    channels |= {name: case.hardware.tiers[drive.tier].channel for name, drive in case.hardware.storage.items()}
+    for name, channel in channels.items():
         rate = case.hardware.channels[channel].bandwidth.value
         if channel not in own.channels or rate < own.channels[channel].bandwidth.value:
             out[name] = rate

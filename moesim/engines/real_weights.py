@@ -49,9 +49,16 @@ class PlainMatrix:
 class Weights(Protocol):
     """Where weights come from."""
 
-    router_shift: float  # share of the token before in what the router sees
-    rope_theta: float
-    norm_eps: float
+    @property
+    def router_shift(self) -> float:
+        """Share of the token before in what the router sees."""
+        ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def norm_eps(self) -> float: ...
 
     def tensor(self, spec: TensorSpec) -> Tensor | None:
         """Return a weight tensor (rows, cols) float32, or None: to be drawn at random."""
