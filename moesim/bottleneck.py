@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from moesim.hardware import kind
 from moesim.metrics import PS
 from moesim.simulate import Result
@@ -109,12 +107,12 @@ def channel_of(result: Result, lane: str) -> str:
 
 
 def _device_advice(result: Result, lane: str) -> str:
-    tasks, channel = result.tasks, channel_of(result, lane)
+    meter, channel = result.meter, channel_of(result, lane)
     used = 0.0
-    if tasks is not None and channel in tasks.channels:
-        mine = tasks.lane == [x.name for x in tasks.lanes].index(lane)
-        busy_s = float((tasks.end[mine] - tasks.start[mine]).sum()) * PS
-        moved = float(np.sum(tasks.amounts[mine, tasks.channels.index(channel)]))
+    if meter is not None and channel in meter.channels:
+        mine = [x.name for x in meter.lanes].index(lane)
+        busy_s = float(meter.busy_ps[mine]) * PS
+        moved = float(meter.drawn[mine, meter.channels.index(channel)])
         used = moved / busy_s / result.case.hardware.channel_capacities()[channel] if busy_s else 0.0
     if used >= MEMORY_BOUND:
         return (

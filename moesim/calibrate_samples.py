@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from moesim.schedule import Kind, Schedule, Work
 from moesim.timeline import CAUSE_HEAD_OF_LINE, Timeline
 
 Ints = NDArray[np.int64]
+Seconds = NDArray[np.floating[Any]]  # or shares
 ALONE, BESIDE = 0.05, 0.9  # shares of a task's time during which another lane was busy
 
 
@@ -51,10 +53,10 @@ class Samples:
     kind: NDArray[np.int8]
     lane: NDArray[np.int8]
     lanes: tuple[str, ...]
-    taken_s: NDArray[np.float64]
-    begun_s: NDArray[np.float64]
+    taken_s: Seconds
+    begun_s: Seconds
     handed: NDArray[np.bool_]
-    beside: Mapping[str, NDArray[np.float64]]
+    beside: Mapping[str, Seconds]
 
     def on(self, lane: str) -> NDArray[np.bool_]:
         """Tasks of a lane."""
@@ -83,7 +85,7 @@ def take_samples(schedule: Schedule, timeline: Timeline) -> Samples:
     )  # fmt: skip
 
 
-def _busy_share(start: Ints, end: Ints, a: Ints, b: Ints) -> NDArray[np.float64]:
+def _busy_share(start: Ints, end: Ints, a: Ints, b: Ints) -> Seconds:
     """Share of each interval (a, b) that disjoint intervals (start, end) cover; tasks of one server never overlap."""
     if not len(start):
         return np.zeros(len(a))
@@ -96,10 +98,11 @@ def _busy_share(start: Ints, end: Ints, a: Ints, b: Ints) -> NDArray[np.float64]
         last = np.maximum(i - 1, 0)
         return total[i] - np.where(i > 0, np.maximum(end[last] - x, 0), 0)
 
-    return (until(b) - until(a)) / np.maximum(b - a, 1)
+    share: Seconds = (until(b) - until(a)) / np.maximum(b - a, 1)
+    return share
 
 
-def trimmed_mean(values: NDArray[np.float64], cut: float = 0.05) -> float:
+def trimmed_mean(values: Seconds, cut: float = 0.05) -> float:
     """Mean without the largest and smallest ``cut`` of the values: stalls of the machine are no property of a kernel."""
     ordered = np.sort(values)
     drop = int(len(ordered) * cut)

@@ -231,6 +231,18 @@ def read_yaml(path: str | Path) -> Document:
     return parse_yaml(read_text(path), str(path))
 
 
+def read_plain_yaml(path: str | Path) -> Any:
+    """Return the data of a YAML file that others wrote: read safely, but anchors are allowed and no lines are kept."""
+    text = read_text(path)
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        got = str(getattr(error, "problem", error) or error).replace("\n", " ")
+        raise InputError("YAML", expected="valid syntax", got=got, where=where) from None
+
+
 def build(spec: type[S], document: Document) -> S:
     """Validate a document against a spec.
 

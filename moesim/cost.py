@@ -45,7 +45,15 @@ class Costs:
     def limit(self) -> NDArray[np.float64]:
         """The rate that a work's channels allow when it has them to itself, volume units per second, (W,)."""
         with np.errstate(divide="ignore"):
-            return np.where(self.shares > 0, self.capacity / self.shares, np.inf).min(axis=1, initial=np.inf)
+            limits = np.where(self.shares > 0, self.capacity / self.shares, np.inf)
+        return np.asarray(limits.min(axis=1, initial=np.inf))
+
+    def alone_ps(self, work: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return how long each task would take with every channel to itself, (N,)."""
+        rate = np.minimum(self.cap, self.limit[work])
+        kinds, which = np.unique(np.stack([self.volume, rate]), axis=1, return_inverse=True)
+        flow = np.array([ceil_ps(v / r) if v > 0 else 0 for v, r in zip(*kinds.tolist(), strict=True)], np.int64)
+        return self.latency_ps + flow[which]
 
 
 @dataclass(frozen=True, slots=True)

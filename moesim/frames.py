@@ -32,11 +32,11 @@ def frames(result: Result) -> dict[str, pd.DataFrame]:
 
 
 def _steps(result: Result) -> list[dict[str, Any]]:
-    if result.tasks is None:
+    if result.meter is None:
         return []
     out, before = [], 0.0
-    for step, _, last, phase, tokens, emits in result.tasks.steps.tolist():
-        end = float(result.tasks.end[last] * PS)
+    ends = (result.meter.step_end_ps * PS).tolist()
+    for (step, _, _, phase, tokens, emits), end in zip(result.meter.steps.tolist(), ends, strict=True):
         names = "prefill" if phase == 0 else "decode"
         row = {"step": step, "phase": names, "tokens": tokens, "sequences": emits, "start_s": before, "end_s": end}
         out.append({**row, "latency_ms": (end - before) * 1e3})

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field, PlainSerializer, ValidationError, model_validator
+from pydantic import Field, PlainSerializer, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 from pydantic_core import InitErrorDetails
 
 from moesim import config
@@ -85,11 +85,17 @@ def _sourced(spec: S) -> S:
 
 
 class Figure(Spec, Generic[T]):
-    """A number with its origin. A plain quantity (``"936 GB/s"``) is short for one that is assumed."""
+    """A number with its origin. A plain quantity (``"936 GB/s"``) is short for one that is assumed.
+
+    ``low`` and ``high`` are the range that the truth is believed to lie in, where it is known; without them a study of uncertainty takes
+    a range by basis (``knobs.py``).
+    """
 
     value: T
     basis: Basis = "assumed"
     source: str = ""
+    low: T | None = None
+    high: T | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -102,13 +108,23 @@ class Figure(Spec, Generic[T]):
 
     @model_validator(mode="after")
     def _has_source(self) -> Figure[T]:
+        value: Any = self.value
+        for name, beyond in (("low", self.low is not None and self.low > value), ("high", self.high is not None and self.high < value)):
+            if beyond:
+                raise problem((name,), f"a range with the value {value} in it", str(getattr(self, name)), "correct the range, or drop it")
         return _sourced(self)
+
+    @model_serializer(mode="wrap")
+    def _without_empty_range(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = write(self)
+        return {key: item for key, item in data.items() if item is not None or key not in ("low", "high")}
 
 
 def times(figure: Figure[float], factor: float) -> Figure[float]:
     """Scale a figure, and say so in its source."""
     note = f"{figure.source or figure.basis} (times {factor:g})"
-    return figure.model_copy(update={"value": figure.value * factor, "source": note})
+    ends = {name: None if end is None else end * factor for name, end in (("low", figure.low), ("high", figure.high))}
+    return figure.model_copy(update={"value": figure.value * factor, "source": note, **ends})
 
 
 class Price(Spec):

@@ -6,7 +6,7 @@ but no trace: which experts a pool holds is decided by the planner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -297,12 +297,24 @@ class Layout:
         """Bytes of the KV cache (and recurrent state) of all sequences in one tier at a context."""
         memory = self.scenario.memory
         tokens = blocks(context_tokens, memory.kv_block_tokens) if memory.kv == "paged" else context_tokens
-        total = 0
-        for layer in range(self.model.n_layers):
-            if self.tier_of(self.attention_device[layer]) == tier:
-                per_token = self.model.kv_bytes_per_token(self.plan, layer, memory.mla_compressed)
-                total += self.model.kv_tokens(layer, tokens) * per_token + self.model.state_bytes(self.plan, layer)
-        return total * self.scenario.workload.batch
+        kinds, states_bytes = self._kv_kinds[tier]
+        kept = sum(self.model.kv_tokens(layer, tokens) * per_token for layer, per_token in kinds)
+        return (kept + states_bytes) * self.scenario.workload.batch
+
+    @cached_property
+    def _kv_kinds(self) -> dict[str, tuple[list[tuple[int, int]], int]]:
+        """By tier: one layer of each kind of attention with what all of its kind keep per kept token; bytes of recurrent state."""
+        out: dict[str, tuple[list[tuple[int, int]], int]] = {}
+        for tier in self.hardware.tiers:
+            layers = [x for x in range(self.model.n_layers) if self.tier_of(self.attention_device[x]) == tier]
+            kinds: dict[Hashable, list[int]] = {}
+            for layer in layers:
+                kinds.setdefault(self.model.attention_at(layer), []).append(layer)
+            compressed = self.scenario.memory.mla_compressed
+            per_token = [sum(self.model.kv_bytes_per_token(self.plan, x, compressed) for x in alike) for alike in kinds.values()]
+            states_bytes = sum(self.model.state_bytes(self.plan, x) for x in layers)
+            out[tier] = list(zip([alike[0] for alike in kinds.values()], per_token, strict=True)), states_bytes
+        return out
 
     @property
     def layer_set(self) -> int:

@@ -337,6 +337,8 @@ class Loader:
             for key in group:
                 resident = into[key]
                 resident.loads = tasks
+                if len(group) > 1:
+                    self.builder.member(tasks[0], key % self.n_experts, resident.slot)
                 if self.grown and self.pools[tier].residents.get(key) is resident:
                     self.builder.memory(tasks[0], False, self.tier_line[tier], self.expert_line, resident.grows_bytes)
                 if key in below:

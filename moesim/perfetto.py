@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from moesim.metrics import Tasks, Watermark
 from moesim.schedule import Kind
 from moesim.simulate import Result, provenance
+from moesim.tasks import Tasks, Watermark
 
 US_PER_PS = 1e-6
 STEPS_TID = 1
@@ -22,10 +22,10 @@ Event = dict[str, Any]
 
 def export(result: Result) -> dict[str, Any]:
     """Return the whole document for ``json.dump``. A run that never started has no events but its name."""
-    name = f"moesim: {result.case.model.name} on {result.case.hardware.name} ({result.case.scenario.engine})"
+    name = f"moesim: {result.case.model.name} on {result.case.hardware.name} ({result.case.engine})"
     events: list[Event] = [_meta(1, 0, "process_name", name)]
-    if result.tasks is not None:
-        events += run_events(result.tasks, result.memory, pid=1)
+    if result.meter is not None:
+        events += run_events(result.every.tasks, result.every.memory, pid=1)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": provenance(result.case)}
 
 

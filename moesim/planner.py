@@ -348,7 +348,9 @@ class Planner:
             resident, outcome = group[key]
             expert = key % self.n_experts
             tasks: list[int] = [] if not done or self.scenario.granularity != "layer" else [done[0][0]]
-            if not tasks:
+            if tasks:
+                self.builder.member(tasks[0], expert, resident.slot)
+            else:
                 pieces = self.works.expert_pieces(device, layer, tokens[expert])
                 for p, work in enumerate(pieces):
                     waits = resident.loads[p : p + 1] if len(resident.loads) == len(pieces) else resident.loads

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from moesim import bottleneck
 from moesim.errors import InputError
-from moesim.metrics import PS, Tasks, Watermark, useful_loads
+from moesim.metrics import PS
 from moesim.schedule import Kind
 from moesim.simulate import Result
+from moesim.tasks import Tasks, Watermark
 from moesim.text_table import percent
 
 SIZE_INCHES = (11.0, 7.2)
@@ -76,7 +77,7 @@ def plot_run(result: Result, path: str | Path) -> None:
         If the file cannot be written.
     """
     _, memory = _ran(result)
-    tiers = [tier for i, tier in enumerate(memory.tiers) if memory.peak_bytes(i)]
+    tiers = [tier for i, tier in enumerate(memory.tiers) if result.meter is not None and result.meter.peak_bytes[i]]
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
     grid = figure.add_gridspec(2, max(len(tiers), 1), height_ratios=(1.25, 1))
     lanes_over_time(result, figure.add_subplot(grid[0, :]))
@@ -221,9 +222,10 @@ def middle_steps(tasks: Tasks) -> tuple[int, int]:
 
 
 def _ran(result: Result) -> tuple[Tasks, Watermark]:
-    if result.tasks is None or result.memory is None:
+    if result.meter is None:
         raise InputError("plot", expected="a run with at least one step", got="none: memory ran out before the first")
-    return result.tasks, result.memory
+    every = result.every
+    return every.tasks, every.memory
 
 
 def _kinds(tasks: Tasks) -> NDArray[Any]:
@@ -232,8 +234,7 @@ def _kinds(tasks: Tasks) -> NDArray[Any]:
     for kind, name in _KINDS.items():
         out[tasks.kind == kind] = name
     early = tasks.is_load & tasks.prefetch
-    useful = useful_loads(tasks)
-    out[early & useful], out[early & ~useful] = "used", "wasted"
+    out[early & tasks.useful], out[early & ~tasks.useful] = "used", "wasted"
     return out
 
 

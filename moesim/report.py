@@ -122,10 +122,10 @@ def context_text(most: int, planned: int, allowance: int | None) -> str:
 
 def speed(result: Result, wall_s: float) -> str:
     """Return how fast the simulator itself was."""
-    tokens = int(result.tasks.steps[:, 5].sum()) if result.tasks is not None else 0
+    tokens = int(result.meter.steps[:, 5].sum()) if result.meter is not None else 0
     if wall_s <= 0 or not tokens:
         return f"ran {wall_s:.2f} s"
-    return f"{tokens:,} tokens ({result.schedule.n_tasks:,} tasks) simulated in {wall_s:.2f} s: {tokens / wall_s:,.0f} tokens/s"
+    return f"{tokens:,} tokens ({result.n_tasks:,} tasks) simulated in {wall_s:.2f} s: {tokens / wall_s:,.0f} tokens/s"
 
 
 def assumed(data: Mapping[str, Any], found: Bottleneck | None) -> str:
@@ -147,7 +147,7 @@ def _setting(result: Result) -> str:
     scenario, work = result.case.scenario, result.case.scenario.workload
     tokens = f"{work.prompt_tokens:,} prompt + {work.output_tokens:,} output tokens"
     batch = f" x {work.batch}" if work.batch > 1 else ""
-    return f"scenario {scenario.name}: {tokens}{batch}, seed {scenario.seed}, engine {scenario.engine}"
+    return f"scenario {scenario.name}: {tokens}{batch}, seed {scenario.seed}, engine {result.case.engine}"
 
 
 def _memory(data: Mapping[str, Any]) -> list[list[str]]:

@@ -142,6 +142,7 @@ class Fragment:
     memory: Ints  # (M, 5): task, at (0 start, 1 end), tier, line, bytes
     access: Ints  # (A, 6): step, layer, expert, Outcome, first FFN task, load task (-1)
     steps: Ints  # (S, 6): step, first task, last task, phase (0 prefill, 1 decode), tokens, sequences that emit a token
+    members: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))  # (G, 3): task, expert, slot, of tasks for several experts
 
     @property
     def n_tasks(self) -> int:
@@ -199,6 +200,7 @@ class FragmentBuilder:
         self._memory: list[tuple[int, int, int, int, int]] = []
         self._access: list[tuple[int, int, int, int, int, int]] = []
         self._steps: list[tuple[int, int, int, int, int, int]] = []
+        self._members: list[tuple[int, int, int]] = []
 
     @property
     def n_tasks(self) -> int:
@@ -239,6 +241,10 @@ class FragmentBuilder:
         """Record how one expert access was served."""
         self._access.append((step, layer, expert, outcome, ffn, load))
 
+    def member(self, task: int, expert: int, slot: int) -> None:
+        """Record one of the experts that ``task`` loads or runs together, and its slot."""
+        self._members.append((task, expert, slot))
+
     def end_step(self, step: int, first: int, last: int, phase: int, tokens: int, emits: int) -> None:
         """Close a step: its last task is the gate of the next one."""
         if not self._first_of_step <= last < self.next_task:
@@ -258,6 +264,7 @@ class FragmentBuilder:
             self.first_task, kind, step, layer, expert, lane, use_step, use_layer, prefetch, slot, work, tuple(self._works),
             np.array(self._dep_start, np.int64), np.array(self._dep_task, np.int64), np.array(self._dep_type, np.int8),
             _table(self._memory, 5), _table(self._access, 6), _table(self._steps, 6),
+            _table(self._members, 3),
         )  # fmt: skip
         self._begin()
         return fragment

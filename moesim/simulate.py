@@ -17,15 +17,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim import __version__, config, metrics, resources
+from moesim import __version__, config, metrics, metrics_kernel, resources
 from moesim.config import Document
 from moesim.cost import CostModel, Costs
 from moesim.errors import InputError
 from moesim.generate import from_popularity, popularity_from_counts_csv, uniform, zipf_popularity
 from moesim.generate_like import generate as draw_like
-from moesim.hardware import HardwareProfile, assumed_figures, load_hardware
+from moesim.hardware import HardwareProfile, assumed_figures
+from moesim.hardware_compose import find_hardware
 from moesim.layout import Layout
 from moesim.like_profiles import find_like
+from moesim.metrics_stream import Meter
 from moesim.model import ModelSpec
 from moesim.model_files import load_model_with_plan
 from moesim.planner import Planner
@@ -33,11 +35,15 @@ from moesim.policies.prefetch import make_predictor, source_of
 from moesim.precision import PrecisionPlan, plan_from
 from moesim.scenario import Scenario, load_scenario
 from moesim.schedule import Fragment, Lane, Schedule
+from moesim.tasks import Tasks, Watermark, join, watermark
 from moesim.timeline import Timeline
 from moesim.trace import RoutingTrace, adapt_trace, load_trace
 from moesim.workload import Steps, make_steps
 
-ENGINES = {"des": "moesim.engines.des:DesEngine", "fast": "moesim.engines.fast:FastEngine", "auto": "moesim.engines.fast:FastEngine"}
+ENGINES = {"des": "moesim.engines.des:DesEngine", "fast": "moesim.engines.fast:FastEngine"}
+LONG_RUN_TASKS = (
+    50_000  # from here on ``auto`` takes compiled code: the reference needs some five seconds for as many, compiling some twenty, once
+)
 
 
 class Engine(Protocol):
@@ -65,8 +71,24 @@ class Case:
         """The routing that the run uses; loaded when first asked for (a budget needs none)."""
         return load_routing(self)
 
+    @cached_property
+    def engine(self) -> str:
+        """The engine of the run: ``auto`` means fast for long runs and des for short ones. The result is the same."""
+        if self.scenario.engine != "auto":
+            return self.scenario.engine
+        return "fast" if self._expected_tasks >= LONG_RUN_TASKS else "des"
+
+    @property
+    def _expected_tasks(self) -> int:
+        """Tasks of the run, but for loads and copies."""
+        work, model, n_moe = self.scenario.workload, self.model, len(self.layout.moe_layers)
+        chunks, rest = divmod(work.prompt_tokens, work.prefill_chunk)
+        steps = [(work.prefill_chunk, chunks), (rest, int(rest > 0)), (1, work.output_tokens)]  # new tokens of a sequence, times
+        ffns = sum(times * n_moe * min(model.n_experts, model.top_k * work.batch * tokens) for tokens, times in steps)
+        return ffns + 3 * model.n_layers * sum(times for _, times in steps)
+
     def planner(self) -> Planner:
-        """Return a fresh planner."""
+        """Return a fresh planner; it is compiled where the engine is, and plans the same."""
         routing, prefetch = self.routing, self.scenario.prefetch
         predicted, source = None, "none"
         if prefetch.on:
@@ -81,7 +103,10 @@ class Case:
             predictor = make_predictor(prefetch.predictor, **options)
             predictor.fit(routing.train)
             predicted, source = predictor.predict(routing.used, prefetch.distance), source_of(prefetch.predictor)
-        return Planner(self.layout, routing.used, routing.steps, routing.popularity, predicted, source)
+        planner: type[Planner] = Planner
+        if self.engine == "fast":
+            planner = import_module("moesim.planner_fast").CompiledPlanner
+        return planner(self.layout, routing.used, routing.steps, routing.popularity, predicted, source)
 
 
 @dataclass(frozen=True)
@@ -98,16 +123,52 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run gave: the schedule, its timeline, and everything that follows from them."""
+class Kept:
+    """Everything about every task of a run: what plots, exports and re-timing need."""
 
-    case: Case
     schedule: Schedule
     timeline: Timeline
-    tasks: metrics.Tasks | None
-    memory: metrics.Watermark | None
+    tasks: Tasks
+    memory: Watermark
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave: its sums, and every task where that was asked for. ``meter`` is None where nothing ran."""
+
+    case: Case
+    meter: Meter | None
+    kept: Kept | None
     oom: dict[str, Any] | None
     dropped_prefetches: int
+
+    @property
+    def n_tasks(self) -> int:
+        return self.meter.n_tasks if self.meter is not None else 0
+
+    @property
+    def every(self) -> Kept:
+        """Every task of the run; an InputError where there is none, or the run did not keep them."""
+        if self.kept is None:
+            ran = "sums alone" if self.meter is not None else "none: memory ran out before the first step"
+            raise InputError("tasks of a run", expected="a run that kept them", got=ran, fix="call simulate(case, keep=True)")
+        return self.kept
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.every.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.every.timeline
+
+    @property
+    def tasks(self) -> Tasks:
+        return self.every.tasks
+
+    @property
+    def memory(self) -> Watermark:
+        return self.every.memory
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result in the stable shape of ``moesim run -o json``; computed once, each caller gets a copy."""
@@ -118,19 +179,19 @@ class Result:
         layout = self.case.layout
         tiers = layout.ledger.tiers()
         for i, tier in enumerate(tiers):
-            tiers[tier]["peak_bytes"] = self.memory.peak_bytes(i) if self.memory is not None else None
+            tiers[tier]["peak_bytes"] = int(self.meter.peak_bytes[i]) if self.meter is not None else None
         out: dict[str, Any] = {"provenance": provenance(self.case), "memory": tiers, "oom": self.oom}
         out["metrics"] = out["transfers"] = out["lanes"] = out["critical_path"] = None
-        if self.tasks is not None:
+        if self.meter is not None:
             mapped = self.case.scenario.io.engine == "mmap"
-            out["metrics"] = metrics.summary(self.tasks, mapped) | {"dropped_prefetches": self.dropped_prefetches}
-            out["transfers"] = metrics.transfers(self.tasks)
-            out["lanes"] = metrics.lane_use(self.tasks)
-            out["critical_path"] = metrics.critical_shares(self.tasks)
+            out["metrics"] = metrics.summary(self.meter, mapped) | {"dropped_prefetches": self.dropped_prefetches}
+            out["transfers"] = metrics.transfers(self.meter)
+            out["lanes"] = metrics.lane_use(self.meter)
+            out["critical_path"] = metrics.critical_shares(self.meter)
         return out
 
     def __repr__(self) -> str:
-        return f"Result({self.case.scenario.name}: {self.schedule.n_tasks} tasks{', out of memory' if self.oom else ''})"
+        return f"Result({self.case.scenario.name}: {self.n_tasks} tasks{', out of memory' if self.oom else ''})"
 
 
 def load_case(name: str | Path, assignments: tuple[str, ...] = ()) -> Case:
@@ -170,7 +231,7 @@ def make_case(scenario: Scenario, document: Document | None = None, base: Path |
 
 
 def _hardware(scenario: Scenario, base: Path, at: Callable[[str], str]) -> HardwareProfile:
-    hardware = load_hardware(scenario.hardware, base, at("hardware"))
+    hardware = find_hardware(scenario.hardware, base, at("hardware"))
     if scenario.hardware_set:
         data = _overlay(hardware.model_dump(mode="json"), scenario.hardware_set)
         hardware = config.build(HardwareProfile, Document(data, at("hardware_set")))
@@ -276,7 +337,7 @@ def load_engine(name: str) -> Callable[[tuple[Lane, ...]], Engine]:
     return found
 
 
-def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> Result:
+def simulate(case: Case, progress: Callable[[int, int], None] | None = None, keep: bool = True) -> Result:
     """Plan and simulate a case.
 
     Parameters
@@ -284,6 +345,8 @@ def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> 
     case : Case
     progress : callable, optional
         Called with (steps done, steps in all) after each fragment.
+    keep : bool
+        Keep every task, for plots and exports; a run of millions of tasks takes gigabytes then, and flat memory without.
 
     Raises
     ------
@@ -291,7 +354,7 @@ def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> 
         If the run would last longer than its clock of int64 picoseconds can count.
     """
     try:
-        return _simulate(case, progress)
+        return _simulate(case, progress, keep)
     except OverflowError:
         where = case.document.where(("hardware",))
         raise InputError(
@@ -299,34 +362,47 @@ def simulate(case: Case, progress: Callable[[int, int], None] | None = None) -> 
         ) from None
 
 
-def _simulate(case: Case, progress: Callable[[int, int], None] | None) -> Result:
+def _simulate(case: Case, progress: Callable[[int, int], None] | None, keep: bool) -> Result:
     planner = case.planner()
     scenario = case.scenario
     jitter = np.random.default_rng([scenario.seed, 1]) if scenario.timing.jitter else None
     prices = CostModel(case.hardware, scenario.timing.jitter, jitter)
-    engine = load_engine(scenario.engine)(planner.lanes)
-    schedule = Schedule(planner.lanes, planner.tiers, planner.lines)
+    engine = load_engine(case.engine)(planner.lanes)
+    meter = load_meter(case, planner, keep)
     parts: list[tuple[Fragment, Costs]] = []
     ended: list[Timeline] = []
     done = 0
     for fragment in planner.fragments():
         costs = prices.costs(fragment)
-        ended.append(engine.advance(fragment, costs))
-        parts.append((fragment, costs))
+        times = engine.advance(fragment, costs)
+        meter.add(fragment, costs, times)
+        if keep:
+            parts.append((fragment, costs))
+            ended.append(times)
         done += len(fragment.steps)
         if progress is not None:
             progress(done, len(case.routing.steps))
-    ended.append(engine.finish())
-    schedule.fragments = [fragment for fragment, _ in parts]
-    timeline = Timeline.concat(ended)
+    times = engine.finish()
+    meter.finish(times)
     oom = None
     if planner.out_of_memory is not None:
         oom = planner.out_of_memory.as_dict() | {"max_context_tokens": case.layout.max_context_tokens}
-    if not parts:
-        return Result(case, schedule, timeline, None, None, oom, 0)
-    tasks = metrics.join(planner.lanes, parts, timeline)
-    memory = metrics.watermark(tasks, planner.tiers, planner.lines, planner.initial_memory())
-    return Result(case, schedule, timeline, tasks, memory, oom, planner.dropped_prefetches)
+    if not meter.n_tasks:
+        return Result(case, None, None, oom, 0)
+    kept = None
+    if keep:
+        timeline = Timeline.concat([*ended, times])
+        tasks = join(parts, timeline, meter)
+        schedule = Schedule(planner.lanes, planner.tiers, planner.lines, fragments=[fragment for fragment, _ in parts])
+        kept = Kept(schedule, timeline, tasks, watermark(tasks, planner.tiers, planner.lines, planner.initial_memory()))
+    return Result(case, meter, kept, oom, planner.dropped_prefetches)
+
+
+def load_meter(case: Case, planner: Planner, keep: bool = False) -> Meter:
+    """Return a meter for a run of a case; its loops are compiled where the engine is."""
+    kernels = import_module("moesim.metrics_compiled") if case.engine == "fast" else metrics_kernel
+    model = case.model
+    return Meter(planner.lanes, model.n_layers, model.n_experts, len(planner.tiers), planner.initial_memory(), kernels, keep)
 
 
 def provenance(case: Case) -> dict[str, Any]:
@@ -347,7 +423,7 @@ def provenance(case: Case) -> dict[str, Any]:
         "trace": routing.source,
         "trace_hash": routing.source_hash,
         "seed": scenario.seed,
-        "engine": scenario.engine,
+        "engine": case.engine,
         "adaptations": list(routing.notes),
         "assumed": [f"hardware: {name}" for name in assumed_figures(case.hardware)]
         + [f"memory: {line.name} ({line.tier})" for line in case.layout.ledger.lines if line.basis == "assumed"]

@@ -80,7 +80,7 @@ def to_csv(data: Any) -> str:
     writer.writerow(("metric", "value", "unit"))
     for path, value in _leaves(_finite(data), ()):
         writer.writerow(
-            (".".join(path), "" if value is None else json.dumps(value) if isinstance(value, (bool, float)) else value, _unit(path))
+            (".".join(path), "" if value is None else json.dumps(value) if isinstance(value, (bool, float)) else value, unit_of(path))
         )
     return out.getvalue()
 
@@ -98,7 +98,7 @@ def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
         yield path, data
 
 
-def _unit(path: Sequence[str]) -> str:
+def unit_of(path: Sequence[str]) -> str:
     """Return the unit that a part of a path states, the deepest first."""
     for part in reversed(path):
         found = [suffix for suffix in UNITS if part.endswith(suffix)]

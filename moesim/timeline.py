@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,3 +58,10 @@ class Timeline:
 
     def __repr__(self) -> str:
         return f"Timeline({len(self.task)} tasks, makespan {self.makespan_ps} ps)"
+
+
+def plain(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """Return a column as the one type that loops are compiled for: C order, writeable."""
+    if array.dtype == dtype and array.flags.carray:
+        return array
+    return np.array(array, dtype, order="C")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesim.layout import Layout
+from moesim.precision import Format
 from moesim.schedule import Work
 
 ATTENTION_KERNELS = 8  # norm, q, k, v (or one fused), rope, cache write, scores and values, output projection, residual
@@ -27,26 +28,36 @@ class Works:
         self.model, self.plan = layout.model, layout.plan
         self._granular = layout.scenario.granularity
         self._memo: dict[tuple[str | int, ...], list[Work]] = {}  # what recurs in every step is built once
+        self._projections: dict[tuple[int, int], tuple[float, int, int, int, Format]] = {}  # by layer and tokens
 
     def _hidden(self, tokens: int) -> int:
         return tokens * self.model.hidden_size * HIDDEN_BYTES
 
     def attention(self, layer: int, sequences: int, new_tokens: int, context: int) -> Work:
         """Attention of ``new_tokens`` of each sequence; ``context`` counts them too."""
-        model, plan = self.model, self.plan
-        compressed = self.layout.scenario.memory.mla_compressed
+        model, compressed = self.model, self.layout.scenario.memory.mla_compressed
         tokens = sequences * new_tokens
-        weights = model.part_bytes(plan, "attention", layer) + model.part_bytes(plan, "norms", layer)
-        kept = model.kv_tokens(layer, context)
-        cache_bytes = sequences * (kept + new_tokens) * model.kv_bytes_per_token(
-            plan, layer, compressed
-        ) + 2 * sequences * model.state_bytes(plan, layer)
-        flops = model.linear_flops(layer, "attention", tokens) + sequences * model.attention_flops(layer, new_tokens, context, compressed)
+        linear_flops, weight_bytes, kept_bytes, state_bytes, form = self._attention(layer, tokens)
+        cache_bytes = sequences * (model.kv_tokens(layer, context) + new_tokens) * kept_bytes + 2 * sequences * state_bytes
+        flops = linear_flops + sequences * model.attention_flops(layer, new_tokens, context, compressed)
         return Work(
-            self.layout.attention_device[layer], flops=flops, compute=plan.format("attention", layer).compute, weight_bytes=weights,
-            state_bytes=cache_bytes + 2 * self._hidden(tokens), kernels=ATTENTION_KERNELS, tokens=tokens, part="attention",
-            weights=plan.format("attention", layer).name,
+            self.layout.attention_device[layer], flops=flops, compute=form.compute, weight_bytes=weight_bytes,
+            state_bytes=cache_bytes + 2 * self._hidden(tokens), kernels=ATTENTION_KERNELS, tokens=tokens, part="attention", weights=form.name,
         )  # fmt: skip
+
+    def _attention(self, layer: int, tokens: int) -> tuple[float, int, int, int, Format]:
+        """What attention needs at any context: FLOP of its matrices, their bytes, those kept per token and of state, the format."""
+        found = self._projections.get((layer, tokens))
+        if found is None:
+            model, plan = self.model, self.plan
+            found = self._projections[layer, tokens] = (
+                model.linear_flops(layer, "attention", tokens),
+                model.part_bytes(plan, "attention", layer) + model.part_bytes(plan, "norms", layer),
+                model.kv_bytes_per_token(plan, layer, self.layout.scenario.memory.mla_compressed),
+                model.state_bytes(plan, layer),
+                plan.format("attention", layer),
+            )
+        return found
 
     def _part(self, device: str, part: str, layer: int, tokens: int, kernels: int) -> Work:
         form = self.plan.format(part, layer)

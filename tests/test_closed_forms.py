@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from metrics_reference import Tasks, join
 from planner_cases import case, machine, model, trace
 
+from moesim.cost import CostModel
 from moesim.hardware import load_hardware
 from moesim.layout import Layout
-from moesim.metrics import PS, Tasks
+from moesim.metrics import PS
 from moesim.model_files import load_model
 from moesim.precision import plan_from
 from moesim.scenario import MemoryPlan, Placement, Pool, Scenario, TraceUse, Workload, load_scenario
@@ -31,8 +33,9 @@ def plan_c(workload: Workload, **memory: Any) -> Case:
 
 
 def tasks_of(result: Result) -> Tasks:
-    assert result.tasks is not None
-    return result.tasks
+    prices = CostModel(result.case.hardware)
+    parts = [(fragment, prices.costs(fragment)) for fragment in result.schedule.fragments]
+    return join(result.schedule.lanes, parts, result.timeline)
 
 
 def alone(tasks: Tasks, layer: int, *kinds: Kind, step: int = 1) -> int:
@@ -178,7 +181,7 @@ def test_m5_two_context_lengths_and_the_cure() -> None:
     cured = plan_c(far, kv="live", kv_bytes=None, kv_from_experts=True)
     result = simulate(cured)
     assert result.oom is None and last_context(cured) == 35_866
-    assert result.memory is not None and result.memory.peak_bytes(0) <= 16 * GB
+    assert result.meter is not None and result.meter.peak_bytes[0] <= 16 * GB
     assert result.case.layout.max_context_tokens > 35_858
 
 

@@ -8,22 +8,25 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import metrics_reference as reference
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from planner_cases import case, machine, model, plan, real_model, trace
 
-from moesim import metrics
+from moesim import metrics, metrics_compiled, metrics_kernel
 from moesim.cost import CostModel
 from moesim.engines.des import DesEngine
 from moesim.errors import InputError
 from moesim.layout import PoolPlan
 from moesim.ledger import largest, spread
+from moesim.metrics_stream import Meter
 from moesim.planner import Planner
 from moesim.policies.cache import Access, ExpertPool, future_uses, hottest, make_policy
 from moesim.schedule import Fragment, Kind, Outcome
 from moesim.simulate import Case
+from moesim.tasks import Tasks, join, watermark
 from moesim.timeline import Timeline
 from moesim.trace import load_trace
 
@@ -147,11 +150,21 @@ def planned(it: Case, steps_per_fragment: int, check: bool = False) -> tuple[Pla
     return planner, fragments
 
 
-def timed(it: Case, planner: Planner, fragments: list[Fragment]) -> tuple[Timeline, metrics.Tasks]:
+def timed(
+    it: Case, planner: Planner, fragments: list[Fragment], kernels: Any = metrics_kernel
+) -> tuple[Timeline, Tasks, Meter, reference.Tasks]:
     engine, prices = DesEngine(planner.lanes), CostModel(it.hardware)
     parts = [(fragment, prices.costs(fragment)) for fragment in fragments]
-    timeline = Timeline.concat([*(engine.advance(fragment, costs) for fragment, costs in parts), engine.finish()])
-    return timeline, metrics.join(planner.lanes, parts, timeline)
+    shape = it.model.n_layers, it.model.n_experts, len(planner.tiers), planner.initial_memory()
+    meter = Meter(planner.lanes, *shape, kernels=kernels, keep=True)
+    ended = []
+    for fragment, costs in parts:
+        ended.append(engine.advance(fragment, costs))
+        meter.add(fragment, costs, ended[-1])
+    ended.append(engine.finish())
+    meter.finish(ended[-1])
+    timeline = Timeline.concat(ended)
+    return timeline, join(parts, timeline, meter), meter, reference.join(planner.lanes, parts, timeline)
 
 
 class Violation(AssertionError):
@@ -195,21 +208,39 @@ def test_plan(atomic: None, drawn: Drawn) -> None:
             assert all(t < f.first_task + row for t, _ in f.deps(row))
     if not steps:
         return
-    timeline, tasks = timed(it, planner, steps)
-    check_time(it, planner, steps, tasks)
-    for size in (3, 10_000):
+    timeline, tasks, meter, whole = timed(it, planner, steps)
+    check_time(it, planner, steps, tasks, meter)
+    check_critical_path(whole)
+    check_meter(it, planner, tasks, meter, whole)
+    for size, kernels in ((3, metrics_compiled), (10_000, metrics_kernel)):
         other, chunks = planned(it, size)
-        again, same = timed(it, other, chunks)
+        again, _, same, _ = timed(it, other, chunks, kernels)
         for column in fields(Timeline):
             np.testing.assert_array_equal(getattr(timeline, column.name), getattr(again, column.name), err_msg=column.name)
         for measure in (metrics.summary, metrics.transfers, metrics.lane_use, metrics.critical_shares):
-            assert json.dumps(measure(tasks)) == json.dumps(measure(same))
+            assert json.dumps(measure(meter)) == json.dumps(measure(same))
+        for name in ("steps", "step_end_ps", "drawn", "peak_bytes"):
+            np.testing.assert_array_equal(getattr(meter, name), getattr(same, name), err_msg=name)
+
+
+def check_meter(it: Case, planner: Planner, tasks: Tasks, meter: Meter, whole: reference.Tasks) -> None:
+    """What is summed up step by step is what all tasks at once give."""
+    for name in ("summary", "transfers", "lane_use", "critical_shares"):
+        assert json.dumps(getattr(metrics, name)(meter)) == json.dumps(getattr(reference, name)(whole))
+    mark = reference.watermark(whole, planner.tiers, planner.lines, planner.initial_memory())
+    assert meter.peak_bytes.tolist() == [mark.peak_bytes(tier) for tier in range(len(planner.tiers))]
+    compute = tasks.is_compute
+    np.testing.assert_array_equal(tasks.free_of_loads[compute], whole.free_of_loads[compute])
+    np.testing.assert_array_equal(tasks.useful, reference.useful_loads(whole))
+    for number in range(len(tasks.lanes)):
+        mine = tasks.lane == number
+        np.testing.assert_array_equal(meter.drawn[number], tasks.amounts[mine].sum(axis=0))
 
 
 # ---- time
 
 
-def check_time(it: Case, planner: Planner, fragments: list[Fragment], tasks: metrics.Tasks) -> None:
+def check_time(it: Case, planner: Planner, fragments: list[Fragment], tasks: Tasks, meter: Meter) -> None:
     start, end = tasks.start.tolist(), tasks.end.tolist()
     for t in range(len(start)):
         for d in range(tasks.dep_start[t], tasks.dep_start[t + 1]):
@@ -225,40 +256,39 @@ def check_time(it: Case, planner: Planner, fragments: list[Fragment], tasks: met
             running += change
             assert running <= lane.width
         assert tasks.makespan_ps * lane.width >= sum(end[t] - start[t] for t in mine)
-    check_critical_path(tasks)
-    check_memory(it, planner, tasks)
+    check_memory(it, planner, tasks, meter)
     if it.scenario.granularity != "layer":
         check_slots(planner, fragments, tasks)
-    counts = metrics.accesses(tasks)
+    counts = metrics.accesses(meter)
     assert sum(counts.values()) == len(tasks.access)
-    assert metrics.io_wait_s(tasks) >= 0
-    coverage, exposed = metrics.transfers_overlap(tasks, False)
+    assert metrics.io_wait_s(meter) >= 0
+    coverage, exposed = metrics.transfers_overlap(meter, False)
     assert exposed >= 0 and (coverage is None or 0 <= coverage <= 1)
-    for line in metrics.transfers(tasks).values():
+    for line in metrics.transfers(meter).values():
         copies = line["bytes"] - line["demand_bytes"] - line["prefetch_useful_bytes"] - line["prefetch_wasted_bytes"]
         assert copies >= 0 and line["busy_s"] * 1e12 <= tasks.makespan_ps + 1
 
 
-def check_critical_path(tasks: metrics.Tasks) -> None:
+def check_critical_path(tasks: reference.Tasks) -> None:
     """Contiguous from time 0 to the end of the last step's gate."""
-    path = metrics.critical_path(tasks)
+    path = reference.critical_path(tasks)
     gate = int(tasks.steps[-1, 2])
     assert path[0] == gate and tasks.start[path[-1]] == 0
     for later, earlier in zip(path, path[1:], strict=False):
         assert tasks.end[earlier] == tasks.start[later]
     assert sum(int(tasks.end[t] - tasks.start[t]) for t in path) == tasks.end[gate]
-    shares = metrics.critical_shares(tasks)
+    shares = reference.critical_shares(tasks)
     assert sum(row["share"] for row in shares) == pytest.approx(1.0 if tasks.end[gate] else 0.0)
     assert all(0 <= row["contention"] <= row["share"] + 1e-12 for row in shares)
 
 
-def check_memory(it: Case, planner: Planner, tasks: metrics.Tasks) -> None:
+def check_memory(it: Case, planner: Planner, tasks: Tasks, meter: Meter) -> None:
     layout = it.layout
-    mark = metrics.watermark(tasks, planner.tiers, planner.lines, planner.initial_memory())
+    mark = watermark(tasks, planner.tiers, planner.lines, planner.initial_memory())
     for number, tier in enumerate(planner.tiers):
-        assert mark.peak_bytes(number) <= layout.capacities[tier].usable_bytes
+        assert meter.peak_bytes[number] <= layout.capacities[tier].usable_bytes
         if layout.ledger.fits and not it.scenario.memory.kv_from_experts:
-            assert mark.peak_bytes(number) <= layout.ledger.planned_bytes(tier)
+            assert meter.peak_bytes[number] <= layout.ledger.planned_bytes(tier)
         for line, name in enumerate(planner.lines):
             level = mark.series(number, line)[1]
             assert level.min() >= 0
@@ -266,7 +296,7 @@ def check_memory(it: Case, planner: Planner, tasks: metrics.Tasks) -> None:
                 assert level.max() <= layout.pools[tier].bytes
 
 
-def check_slots(planner: Planner, fragments: list[Fragment], tasks: metrics.Tasks) -> None:
+def check_slots(planner: Planner, fragments: list[Fragment], tasks: Tasks) -> None:
     """A slot is loaded only after all that used it before has ended, and used only after it is loaded."""
     layout, main = planner.layout, planner.layout.main_tier
     slots = np.concatenate([f.slot for f in fragments]).tolist()
@@ -426,8 +456,8 @@ def test_unions_and_overlaps_equal_counting_every_instant(a: list[tuple[int, int
     def made(rows: list[tuple[int, int]]) -> tuple[Any, set[int]]:
         begin = np.array([x for x, _ in rows], np.int64)
         stop = begin + np.array([n for _, n in rows], np.int64)
-        return metrics.union(begin, stop), {t for x, n in rows for t in range(x, x + n)}
+        return reference.union(begin, stop), {t for x, n in rows for t in range(x, x + n)}
 
     (left, ticks), (right, tocks) = made(a), made(b)
-    assert metrics.length(left) == len(ticks) and metrics.overlap(left, right) == len(ticks & tocks)
+    assert reference.length(left) == len(ticks) and reference.overlap(left, right) == len(ticks & tocks)
     assert all(p[1] < q[0] for p, q in zip(left, left[1:], strict=False))  # disjoint, and not even touching

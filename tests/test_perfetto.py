@@ -54,14 +54,14 @@ def test_slices_of_a_track_do_not_overlap(document: dict[str, Any]) -> None:
 
 
 def test_sums_per_lane_equal_the_metrics(document: dict[str, Any], names: dict[int, str]) -> None:
-    tasks = small_result().tasks
-    assert tasks is not None
+    meter = small_result().meter
+    assert meter is not None
     sums: dict[str, float] = defaultdict(float)
     for event in of(document, "X"):
         sums[names[event["tid"]]] += event["dur"] * 1e-6
-    for lane, use in metrics.lane_use(tasks).items():
+    for lane, use in metrics.lane_use(meter).items():
         assert sums[lane] == pytest.approx(use["busy_s"], rel=1e-9)
-    assert sums["steps"] == pytest.approx(metrics.latency(tasks)["e2el_ms"]["mean"] * 1e-3)
+    assert sums["steps"] == pytest.approx(metrics.latency(meter)["e2el_ms"]["mean"] * 1e-3)
 
 
 def test_steps_and_arguments(document: dict[str, Any], names: dict[int, str]) -> None:
@@ -85,13 +85,13 @@ def test_flows_go_from_loads_to_what_used_them(document: dict[str, Any], names: 
 
 def test_counters(document: dict[str, Any]) -> None:
     result = small_result()
-    assert result.memory is not None
+    assert result.meter is not None
     by_name: dict[str, list[Event]] = defaultdict(list)
     for event in of(document, "C"):
         by_name[event["name"]].append(event)
     assert set(by_name) == {"memory vram", "memory ram", "loads in flight"}
     for i, tier in enumerate(result.memory.tiers):
-        assert max(sum(event["args"].values()) for event in by_name[f"memory {tier}"]) == result.memory.peak_bytes(i)
+        assert max(sum(event["args"].values()) for event in by_name[f"memory {tier}"]) == result.meter.peak_bytes[i]
     flying = [event["args"]["loads"] for event in by_name["loads in flight"]]
     assert min(flying) == 0 == flying[-1] and max(flying) >= 1
     for events in by_name.values():

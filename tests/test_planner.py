@@ -17,12 +17,12 @@ from moesim import metrics
 from moesim.cost import Costs
 from moesim.engines.des import DesEngine
 from moesim.errors import InputError
+from moesim.metrics_stream import Meter
 from moesim.model_files import load_model
 from moesim.precision import plan_from
 from moesim.residency import Rooms
 from moesim.schedule import Dep, FragmentBuilder, Kind, Lane, Outcome, Work
 from moesim.simulate import Case, simulate
-from moesim.timeline import Timeline
 
 ALL: dict[str, Any] = {"vram": {"hold": "all"}}
 RAM_ALL: dict[str, Any] = {"hold": "all"}
@@ -443,10 +443,9 @@ def test_bounded_queues_never_deadlock(depth: int) -> None:
             for i, put in enumerate(puts):
                 queue = [t for t, why in f.deps(put) if why == Dep.QUEUE]
                 assert queue == ([gets[i - depth]] if i >= depth else [])
-        result = simulate(it)
-        tasks, memory = result.tasks, result.memory
-        assert tasks is not None and memory is not None and len(tasks.end) == f.n_tasks
-        assert memory.peak_bytes(0) <= it.layout.ledger.planned_bytes("unified")
+        meter = simulate(it).meter
+        assert meter is not None and meter.n_tasks == f.n_tasks
+        assert meter.peak_bytes[0] <= it.layout.ledger.planned_bytes("unified")
 
 
 def test_layers_may_run_elsewhere() -> None:
@@ -617,7 +616,7 @@ def test_kv_live_grows_token_by_token_and_runs_out() -> None:
     assert len(fragments[0].steps) == 6  # the steps before keep their times
     assert it.layout.max_context_tokens == 6
     result = simulate(it)
-    assert result.memory is not None and result.memory.peak_bytes(0) == fixed + 16 * 6
+    assert result.meter is not None and result.meter.peak_bytes[0] == fixed + 16 * 6
     assert result.oom is not None and result.oom["step"] == 6
 
 
@@ -650,8 +649,8 @@ def test_kv_takes_its_bytes_from_the_expert_pool(policy: str, scope: str, arena:
     capacity = sum(cache.capacity_bytes for cache in planner.loader.pools["vram"].caches)
     assert capacity == (8 - 4) * EXPERT  # 3,200 B of KV less 100 B that were free: four experts' room
     result = simulate(it)
-    assert result.memory is not None
-    assert result.memory.peak_bytes(0) <= 200 + 8 * EXPERT + slots + 100
+    assert result.meter is not None
+    assert result.meter.peak_bytes[0] <= 200 + 8 * EXPERT + slots + 100
     assert {o[3] for o in outcomes(it) if o[0] < 6} <= ({"cache"} if policy == "static" else {"miss", "cache"})
     assert "miss" in {o[3] for o in outcomes(it) if o[0] > 150}
     without = kv_case("live", 200, 200 + 8 * EXPERT + 100)
@@ -760,7 +759,6 @@ def test_storage_is_no_scalar() -> None:
             case(trace([[0]]), of=of, pools={"vram": {"hold": "none"}, "ram": {"hold": "none"}}, io={"request": request, "depth": 1})
         )
         tasks = result.tasks
-        assert tasks is not None
         read = next(t for t in range(len(tasks.kind)) if tasks.lanes[tasks.lane[t]].name == "ssd")
         times.append(int(tasks.end[read] - tasks.start[read]))
     assert times[0] == 2_000_000_000 and times[1] == 1_000_000_000  # 10 kB at 5 and at 10 MB/s, in ps
@@ -795,7 +793,6 @@ def test_queues_are_planned_in_the_tier_that_holds_them() -> None:
     lines = {line.tier: line.bytes for line in it.layout.ledger.lines if line.name == "hand-over queues"}
     assert lines == {"vram": 2 * 16 * 2, "ram": 2 * 16 * 2}
     result = simulate(it)
-    assert result.memory is not None
     line = result.memory.lines.index("hand-over queues")
     for tier in (0, 1):
         level = result.memory.series(tier, line)[1]
@@ -819,7 +816,8 @@ def test_a_prefetch_is_late_only_if_it_was_waited_for() -> None:
         costs = Costs((), np.zeros(0), latency, np.zeros(4), np.full(4, np.inf), np.zeros((4, 0)))
         lanes = (Lane("gpu"), Lane("h2d"))
         engine = DesEngine(lanes)
-        timeline = Timeline.concat([engine.advance(fragment, costs), engine.finish()])
-        tasks = metrics.join(lanes, [(fragment, costs)], timeline)
-        assert metrics.accesses(tasks) == {"cache": 1, "prefetch": 1 - late, "late": late, "miss": 0}
-        assert metrics.io_wait_s(tasks) == pytest.approx(3e-12 * late)
+        meter = Meter(lanes, 1, 4)
+        meter.add(fragment, costs, engine.advance(fragment, costs))
+        meter.finish(engine.finish())
+        assert metrics.accesses(meter) == {"cache": 1, "prefetch": 1 - late, "late": late, "miss": 0}
+        assert metrics.io_wait_s(meter) == pytest.approx(3e-12 * late)

@@ -63,7 +63,6 @@ def test_kinds_differ_without_colour() -> None:
 
 def test_steps_can_be_chosen() -> None:
     result = small_result()
-    assert result.tasks is not None
     ends = result.tasks.end[result.tasks.steps[:, 2]] * plots.MS
     ax = plots.lanes_over_time(result, plt.figure().add_subplot(), steps=(1, 2))
     assert ax.get_xlim() == (0, pytest.approx(ends[2] - ends[0]))
@@ -73,10 +72,10 @@ def test_steps_can_be_chosen() -> None:
 
 
 def test_stalls_add_up_to_the_metric() -> None:
-    tasks = small_result().tasks
-    assert tasks is not None
-    spans = plots._stalls(tasks)
-    assert (spans[:, 1] - spans[:, 0]).sum() * metrics.PS == pytest.approx(metrics.io_wait_s(tasks))
+    result = small_result()
+    assert result.meter is not None
+    spans = plots._stalls(result.tasks)
+    assert (spans[:, 1] - spans[:, 0]).sum() * metrics.PS == pytest.approx(metrics.io_wait_s(result.meter))
 
 
 def test_memory_watermark() -> None:
@@ -90,10 +89,10 @@ def test_memory_watermark() -> None:
 
 def test_levels_equal_the_watermark() -> None:
     result = small_result()
-    assert result.memory is not None
+    assert result.meter is not None
     for i, _ in enumerate(result.memory.tiers):
         _, levels = plots._levels(result.memory, i)
-        assert int(levels.sum(axis=0).max()) == result.memory.peak_bytes(i)
+        assert int(levels.sum(axis=0).max()) == result.meter.peak_bytes[i]
 
 
 def test_steps_that_stand_for_the_run() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moesim.errors import InputError
 from moesim.generate import from_popularity, uniform
+from moesim.policies import learned
 from moesim.policies.learned import Linear, TwoStep
 from moesim.policies.predictors import GATE_RECALL, GateLookahead, Predictor, previous_rows, source_cells
 from moesim.policies.prefetch import PREDICTORS, make_predictor, source_of
@@ -375,3 +376,19 @@ def test_forty_thousand_rows_take_seconds(name: str) -> None:
     predictor.fit(trace)
     predictor.predict(trace, 2)
     assert time.process_time() - begin < 20.0  # 1 to 3 s on one core of a small machine
+
+
+@pytest.mark.parametrize("name", ["cooccurrence", "linear"])
+@pytest.mark.parametrize("distance", [1, 2])
+def test_compiled_loops_give_equal_predictions(name: str, distance: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties are frequent here: few rows, and counts of popularity that coincide."""
+    train, test = random_trace(5, 3, 9, 3, n_rows=60).split(0.4)
+    plain, compiled = make_predictor(name), make_predictor(name)
+    for predictor, many in ((plain, learned.MANY), (compiled, 0)):
+        monkeypatch.setattr(learned, "MANY", many)
+        predictor.fit(train)
+        ranked = predictor._rank(test, distance)  # type: ignore[attr-defined]
+        if predictor is plain:
+            expected = ranked
+    for got, want in zip(ranked, expected, strict=True):
+        np.testing.assert_array_equal(got, want)

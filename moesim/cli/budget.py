@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
 
 from moesim import report_budget
-from moesim.cli.options import Assignments, Format, Output, ScenarioName, say
+from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, say
 from moesim.errors import DoesNotFit
 from moesim.report_budget import Budget
 from moesim.simulate import load_case
@@ -21,6 +22,7 @@ def budget(
     scenario: ScenarioName,
     output: Output = Format.text,
     assignments: Assignments = None,
+    hardware: Machine = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 3 and name the line that broke the plan, if it does not fit.")] = False,
     precision: Annotated[
         list[str] | None,
@@ -30,7 +32,7 @@ def budget(
     ] = None,
 ) -> None:
     """Show where the memory goes, what is left, and the largest context that fits."""
-    chosen = tuple(assignments or ())
+    chosen = (*(assignments or ()), *([f"hardware={json.dumps(hardware)}"] if hardware is not None else []))
     if precision:
         plans = [Budget(plan, load_case(scenario, (*chosen, f"precision={plan}"))) for plan in precision]
     else:

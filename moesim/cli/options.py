@@ -40,6 +40,13 @@ Assignments = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", help="Change a value of the scenario; may be repeated.", show_default=False),
 ]
 
+Machine = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware", metavar="MACHINE", help="The same as --set hardware=MACHINE: a profile, or parts joined by +.", show_default=False
+    ),
+]
+
 
 def say(text: str) -> None:
     """Print data on stdout; a reader that went away ends the command (typer itself would exit with 1 then)."""

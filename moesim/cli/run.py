@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moesim import perfetto, report
-from moesim.cli.options import Assignments, Format, Output, ScenarioName, check_target, note, say, write
+from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, check_target, note, say, write
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.simulate import Result, load_case, simulate
 
@@ -27,6 +27,7 @@ def run(
     scenario: ScenarioName,
     output: Output = Format.text,
     assignments: Assignments = None,
+    hardware: Machine = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Write the timeline; ui.perfetto.dev opens it.", show_default=False)
     ] = None,
@@ -42,10 +43,11 @@ def run(
     if plot is not None:
         check_target(plot, "--plot", ".png")
     extra = [f"{name}={value!r}" for name, value in (("seed", seed), ("derate", derate)) if value is not None]
+    extra += [f"hardware={json.dumps(hardware)}"] if hardware is not None else []
     case = load_case(scenario, (*(assignments or ()), *extra))
     began = time.perf_counter()
     with progress() as tick:
-        result = simulate(case, tick)
+        result = simulate(case, tick, keep=timeline is not None or plot is not None)
     wall_s = time.perf_counter() - began
     if timeline is not None:
         write(timeline, json.dumps(perfetto.export(result), separators=(",", ":")), "--timeline")
@@ -73,7 +75,7 @@ def progress() -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _plot(result: Result, path: Path) -> None:
-    if result.tasks is None:
+    if result.meter is None:
         note("nothing to plot: memory ran out before the first step")
         return
     from moesim import plots  # matplotlib takes longer to import than most runs take

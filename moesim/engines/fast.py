@@ -1,6 +1,6 @@
 """Owns the compiled engine: the timeline of the reference engine, bit for bit, at compiled speed.
 
-Each fragment is one call into compiled code. If every lane is fifo the linear pass is tried first (fast_linear.py); where a
+A fragment takes a few calls into compiled code. If every lane is fifo the linear pass is tried first (fast_linear.py); where a
 channel may be contended it declines and the event loop runs instead (fast_events.py). Both begin from and leave the same
 state (fast_state.py), so they may take turns within a run. Max-min rates and rounding are compiled from sharing.py.
 
@@ -20,16 +20,9 @@ from moesim.engines.fast_events import run_events
 from moesim.engines.fast_linear import run_linear
 from moesim.errors import MoesimError
 from moesim.schedule import Fragment, Lane
-from moesim.timeline import Timeline
+from moesim.timeline import Timeline, plain
 
 Array = NDArray[Any]
-
-
-def plain(array: Array, dtype: Any) -> Array:
-    """Return the array as the one type that the kernels are compiled for: C order, writeable."""
-    if array.dtype == dtype and array.flags.carray:
-        return array
-    return np.array(array, dtype, order="C")
 
 
 def lane_table(lanes: tuple[Lane, ...]) -> Array:
@@ -101,9 +94,9 @@ class FastEngine:
     def _run(self, gate: int, first: int, given: tuple[Array, ...]) -> Timeline:
         status = fs.CONTENDED
         if self._all_fifo:
-            status, culprit, now, ended, state = run_linear(fs.STAMP, self.now_ps, gate, first, self._table, *self._carried, *given)
+            status, culprit, now, ended, state = run_linear(self.now_ps, gate, first, self._table, *self._carried, *given)
         if status == fs.CONTENDED:
-            status, culprit, now, ended, state = run_events(fs.STAMP, self.now_ps, gate, first, self._table, *self._carried, *given)
+            status, culprit, now, ended, state = run_events(self.now_ps, gate, first, self._table, *self._carried, *given)
         if status != fs.OK:
             raise self._problem(status, culprit, now, first, given[0], state[0])
         self.now_ps, self._carried = now, state

@@ -7,6 +7,8 @@ dependency that has not ended and moves on to the next when that one ends; on a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -65,31 +67,40 @@ def join(flow_slot, n_flows, slot_row, s):
     return n_flows + 1
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
 def run_events(
-    stamp, now, gate, first, lanes, c_int, c_float, c_shares, c_deps, recent,
+    now, gate, first, lanes, c_int, c_float, c_shares, c_deps, recent,
     lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
-):  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """Run the window up to the end of row ``gate`` (-1: to the end of all); return (status, task, now, what ended, next state)."""
+    state = c_int, c_float, c_shares, c_deps, recent
+    dep_row = fs.rows_of(first, c_int, c_deps, recent, dep_start, dep_task)
+    columns, slots = fs.columns(len(c_int) + len(lane), now), fs.slots(lanes)
+    fragment = lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares
+    by_lane = np.bincount(np.concatenate([c_int[:, fs.LANE], lane]), minlength=len(lanes))
+    queue_at = np.concatenate([[0], np.cumsum(by_lane)])
+    status, culprit, until = events(
+        fs.STAMP, now, gate, first, lanes, *state[:4], *fragment, capacity, dep_row, *columns, *slots, queue_at,
+    )  # fmt: skip
+    ended, state = fs.divide(until, now, first, lanes, state, dep_row, fragment, columns, slots)
+    return status, culprit, until, ended, state
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def events(
+    stamp, now, gate, first, lanes, c_int, c_float, c_shares, c_deps,
+    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity, dep_row,
+    start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume, queue_at,
+):  # fmt: skip
+    """Fill the columns and slots of the window up to the end of row ``gate``; return (status, task, now).
+
+    ``queue_at`` (lanes + 1,) is where the tasks of each lane begin, if rows are sorted by lane.
+    """
     began = now
     n_carried, n_lanes, n_channels = len(c_int), len(lanes), len(capacity)
-    rows = n_carried + len(lane)
-    n_slots = lanes[n_lanes - 1, fs.OFFSET] + lanes[n_lanes - 1, fs.WIDTH]
+    rows, n_slots = len(start), len(slot_event)
     behind = len(dep_task)
-    dep_row = fs.resolve(first, c_int, c_deps, recent, dep_start, dep_task)
-    start = np.full(rows, -1, np.int64)
-    end = fs.ends(rows, now)
-    server = np.zeros(rows, np.int16)
-    cause = np.full(rows, NO_CAUSE, np.int64)
-    why = np.zeros(rows, np.int8)
     ready_at = np.empty(rows, np.int64)
-    slot_row = np.full(n_slots, -1, np.int64)
-    slot_lane = np.zeros(n_slots, np.int64)
-    slot_phase = np.zeros(n_slots, np.int64)
-    slot_event = np.full(n_slots, fs.NEVER, np.int64)
-    slot_since = np.zeros(n_slots, np.int64)
-    slot_rate = np.zeros(n_slots)
-    slot_volume = np.zeros(n_slots)
+    slot_row, slot_lane = np.empty(n_slots, np.int64), np.zeros(n_slots, np.int64)
     flow_slot = np.zeros(n_slots, np.int64)  # the slots of flows, by ascending row
     flow_cap, flow_rate = np.zeros(n_slots), np.zeros(n_slots)
     flow_shares = np.zeros((n_slots, n_channels))
@@ -97,26 +108,26 @@ def run_events(
     share = False
     status, culprit = fs.OK, np.int64(-1)
 
-    # per lane: its tasks by row, how many of them have left the queue, the dependency its head waits for, its heap
-    queue_at = np.zeros(n_lanes + 1, np.int64)
-    for r in range(rows):
-        queue_at[(c_int[r, fs.LANE] if r < n_carried else np.int64(lane[r - n_carried])) + 1] += 1
-    for q in range(n_lanes):
-        queue_at[q + 1] += queue_at[q]
-    head, blocked = queue_at[:-1].copy(), np.full(n_lanes, -1, np.int64)
-    pending = np.full(n_lanes, -1, np.int64)  # priority lanes: the first task that may have become ready, linked by ``watchers_next``
-    tail = head.copy()
+    # per lane: how many of its tasks have left the queue, the dependency its head waits for, its heap
+    head, tail, blocked = np.empty(n_lanes, np.int64), np.empty(n_lanes, np.int64), np.empty(n_lanes, np.int64)
+    pending = np.empty(n_lanes, np.int64)  # priority lanes: the first task that may have become ready, linked by ``watchers_next``
     queue = np.empty(rows, np.int64)
     heap_key = np.empty(rows, np.int64)  # priority lanes use their stretch of the queue as a heap
     n_ready = np.zeros(n_lanes, np.int64)
-    n_free = lanes[:, fs.WIDTH].copy()
+    n_free = np.empty(n_lanes, np.int64)
     by_priority = False
     for q in range(n_lanes):
+        head[q] = tail[q] = queue_at[q]
+        blocked[q] = pending[q] = -1
+        n_free[q] = lanes[q, fs.WIDTH]
         for i in range(lanes[q, fs.OFFSET], lanes[q, fs.OFFSET] + lanes[q, fs.WIDTH]):
             slot_lane[i] = q
+            slot_row[i] = -1
         by_priority = by_priority or lanes[q, fs.PRIORITY] == 1
-    watchers = np.full(rows if by_priority else 0, -1, np.int64)  # the first task that watches a row, and the next one after it
-    watchers_next = np.full(rows if by_priority else 0, -1, np.int64)
+    watchers = np.empty(rows if by_priority else 0, np.int64)  # the first task that watches a row, and the next one after it
+    watchers_next = np.empty(rows if by_priority else 0, np.int64)
+    for r in range(len(watchers)):
+        watchers[r] = watchers_next[r] = -1
     left = rows
     for r in range(rows):
         f = r - n_carried
@@ -293,9 +304,4 @@ def run_events(
                     waiting = following
         if gate >= 0 and end[gate] != fs.NOT_ENDED:
             break
-    ended, state = fs.collect(
-        now, began, first, lanes, c_int, c_float, c_shares, c_deps, recent, dep_row,
-        lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares,
-        start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume,
-    )  # fmt: skip
-    return status, culprit, now, ended, state
+    return status, culprit, now

@@ -13,6 +13,7 @@ Tasks or flows of no duration are refused as well: their instants have several r
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -23,26 +24,50 @@ from moesim.timeline import CAUSE_HEAD_OF_LINE, NO_CAUSE
 
 MARGIN = 1 - 1e-9  # sums of rates round; below it max-min gives every flow its cap, to the bit
 BY_LANE = int(Dep.LANE)
+_SWEPT = fs.TOUCHED_AT, fs.IDLE_BEFORE, fs.FREED_BY, fs.LAST, fs.OFFSET, fs.WIDTH
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def own_limits(lanes, c_int, c_float, c_shares, lane, work, volume, cap, shares, capacity):
-    """Return whether no channel can be contended, and the rate that channels of one's own allow, per work and per carried task."""
+def flow_ps(fixed, flow, most, own_limit):
+    """Return the duration of a task that meets no contention, -1 where the linear pass must not handle it."""
+    rate = most if most <= own_limit else own_limit
+    if flow > 0.0:
+        if not (rate > 0.0 and flow / rate < fs.LONGEST_S):
+            return -1
+        delay = fs.ceil_ps(flow / rate)
+        return fixed + delay if delay > 0 else -1
+    return fixed if fixed > 0 else -1
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def durations(
+    stamp, lanes, c_int, c_float, c_shares, lane, work, latency, volume, cap, shares, capacity, duration, limit, c_limit, seen, on, user
+):
+    """Return whether no channel can be contended and every task takes time. Fill how long each task takes, and the rate that channels of
+    one's own allow (``limit`` per work and ``c_limit`` per carried task, both infinite at first).
+
+    Tasks of one work take equally long, unless something has slowed each by a factor of its own. ``seen`` and ``on`` (W,) and
+    ``user`` (C,) are scratch of -1: a task of each work; its lane, if it flows; the lane of each channel, -2 where there are several.
+    """
     n_lanes, n_works, n_channels, n_carried = len(lanes), len(shares), len(capacity), len(c_int)
-    on = np.full(n_works, -1, np.int64)  # the lane of each work that flows
     top = np.zeros(n_works)
-    limit = np.full(n_works, math.inf)
-    c_limit = np.full(n_carried, math.inf)
+    alike = True
     for f in range(len(work)):
         w = work[f]
-        if volume[f] > 0.0:
-            if on[w] < 0:
+        g = seen[w]
+        if g < 0:
+            seen[w] = g = f
+            top[w] = cap[f]
+            if volume[f] > 0.0:
                 on[w] = lane[f]
-            elif on[w] != lane[f]:
-                return False, limit, c_limit
-            if cap[f] > top[w]:
-                top[w] = cap[f]
-    user = np.full(n_channels, -1, np.int64)  # its lane, -2 where there are several
+        elif lane[f] != lane[g] or volume[f] != volume[g] or cap[f] != cap[g] or latency[f] != latency[g]:
+            alike = False
+            if volume[f] > 0.0:
+                if on[w] < 0:
+                    on[w] = lane[f]
+                elif on[w] != lane[f]:
+                    return False
+                top[w] = max(top[w], cap[f])
     for w in range(n_works):
         if on[w] >= 0:
             for c in range(n_channels):
@@ -78,36 +103,47 @@ def own_limits(lanes, c_int, c_float, c_shares, lane, work, volume, cap, shares,
         for q in range(n_lanes):
             total += lanes[q, fs.WIDTH] * peak[q, c]
         if not total < capacity[c] * MARGIN:
-            return False, limit, c_limit
-    return True, limit, c_limit
+            return False
+    if alike:
+        each = np.empty(n_works, np.int64)
+        for w in range(n_works):
+            g = seen[w]
+            if g >= 0:
+                each[w] = flow_ps(latency[g], volume[g], cap[g], limit[w])
+                if each[w] < 0:
+                    return False
+        for f in range(len(work)):
+            duration[f] = each[work[f]]
+        return True
+    for f in range(len(work)):
+        duration[f] = flow_ps(latency[f], volume[f], cap[f], limit[work[f]])
+        if duration[f] < 0:
+            return False
+    return True
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def sweep(
-    now, first, lanes, c_int, c_float, c_deps, lane, work, dep_start, dep_task, dep_type, latency, volume, cap, limit, c_limit, dep_row,
-    start, end, server, cause, why, slot_since, slot_rate, slot_volume,
+    stamp, now, first, lanes, c_int, c_float, c_deps, lane, dep_start, dep_task, dep_type, duration, c_limit, dep_row,
+    start, end, server, cause, why, slot_since, slot_rate, slot_volume, slot_end, slot_task, by_lane,
 ):  # fmt: skip
     """Fill the columns of the window in id order; False where a task is met that the linear pass must not handle.
 
     No function that takes arrays is called in here, as each call would count references, atomically.
     """
-    n_carried, n_lanes, n_slots, behind = len(c_int), len(lanes), len(slot_since), len(dep_task)
+    n_carried, behind = len(c_int), len(dep_task)
     rows = len(start)
-    # per lane: the latest grant, the instant that ``idle`` and ``freed`` speak of, the task granted last
-    granted, instant, idle = np.full(n_lanes, now, np.int64), lanes[:, fs.TOUCHED_AT].copy(), lanes[:, fs.IDLE_BEFORE].copy()
-    freed, last = lanes[:, fs.FREED_BY].copy(), lanes[:, fs.LAST].copy()
-    slot_end = np.full(n_slots, now - 1, np.int64)
-    slot_task = np.full(n_slots, NO_CAUSE, np.int64)
+    # by_lane: per lane the latest grant, the instant that ``idle`` and ``freed`` speak of, the task granted last
+    granted, instant, idle, freed, last = by_lane[0], by_lane[1], by_lane[2], by_lane[3], by_lane[4]
+    offset_of, width_of = by_lane[5], by_lane[6]
     r = 0
     while r < rows:
         f = r - n_carried
-        if f < 0:
-            q, flow, most, own_limit, fixed = c_int[r, fs.LANE], c_float[r, fs.VOLUME], c_float[r, fs.CAP], c_limit[r], c_int[r, fs.LATENCY]
-        else:
-            q, flow, most, own_limit, fixed = np.int64(lane[f]), volume[f], cap[f], limit[work[f]], latency[f]
-        offset, width = lanes[q, fs.OFFSET], lanes[q, fs.WIDTH]
-        rate = most if most <= own_limit else own_limit
+        q = c_int[r, fs.LANE] if f < 0 else np.int64(lane[f])
+        offset, width = offset_of[q], width_of[q]
         if f < 0 and c_int[r, fs.START] >= 0:  # under way
+            flow, most = c_float[r, fs.VOLUME], c_float[r, fs.CAP]
+            rate = most if most <= c_limit[r] else c_limit[r]
             start[r], server[r], cause[r], why[r] = c_int[r, fs.START], c_int[r, fs.SERVER], c_int[r, fs.CAUSE], c_int[r, fs.WHY]
             s = offset + c_int[r, fs.SERVER]
             slot_since[s], slot_rate[s], slot_volume[s] = c_int[r, fs.SINCE], c_float[r, fs.RATE], flow
@@ -136,34 +172,36 @@ def sweep(
             slot_end[s], slot_task[s] = end[r], c_int[r, fs.ID]
             r += 1
             continue
-        duration = fixed
-        if flow > 0.0:
-            if not (rate > 0.0 and flow / rate < fs.LONGEST_S):
-                return False
-            delay = fs.ceil_ps(flow / rate)
-            if delay == 0:
-                return False
-            duration += delay
-        if duration == 0:
-            return False
         # of dependencies the latest end binds, at equal ends the largest id; without branches, as it cannot be foreseen which
         ended_at, bound, which = np.int64(fs.ENDED_BEFORE), np.int64(NO_CAUSE), np.int64(-1)
         if f < 0:
-            ended_at, bound, ready = c_int[r, fs.BOUND_END], c_int[r, fs.BOUND], c_int[r, fs.ADDED]
+            spent, ready = flow_ps(c_int[r, fs.LATENCY], c_float[r, fs.VOLUME], c_float[r, fs.CAP], c_limit[r]), c_int[r, fs.ADDED]
+            if spent < 0:
+                return False
+            ended_at, bound = c_int[r, fs.BOUND_END], c_int[r, fs.BOUND]
             for d in range(behind + c_int[r, fs.DEP_FROM], behind + c_int[r, fs.DEP_TO]):
                 task, e = c_deps[d - behind, 0], end[dep_row[d]]
                 better = (e > ended_at) | ((e == ended_at) & (task > bound))
                 ended_at, bound, which = e if better else ended_at, task if better else bound, d if better else which
             bound_why = c_int[r, fs.BOUND_WHY] if which < 0 else c_deps[which - behind, 1]
         else:
+            spent, ready = duration[f], now
             for d in range(dep_start[f], dep_start[f + 1]):
                 task, e = dep_task[d], end[dep_row[d]]
                 better = (e > ended_at) | ((e == ended_at) & (task > bound))
                 ended_at, bound, which = e if better else ended_at, task if better else bound, d if better else which
-            ready = now
             bound_why = np.int64(fs.DATA if which < 0 else dep_type[which])
+        own = c_int[r, fs.ID] if f < 0 else first + f
         ready = max(ready, ended_at)
         s = offset
+        at = max(ready, slot_end[s])
+        if width == 1 and at > now:  # after the first instant there is but one grant to a server at any
+            if ready < at:
+                bound, bound_why = slot_task[s], np.int64(BY_LANE)
+            start[r], cause[r], why[r], end[r] = at, bound, bound_why, at + spent
+            slot_end[s], slot_task[s] = at + spent, own
+            r += 1
+            continue
         for i in range(offset + 1, offset + width):
             if slot_end[i] < slot_end[s]:
                 s = i
@@ -178,15 +216,12 @@ def sweep(
         s = offset
         while slot_end[s] > at:
             s += 1
-        if ready == at:
-            cause[r], why[r] = bound, bound_why
-        elif idle[q] == 0:
-            cause[r], why[r] = freed[q], BY_LANE
-        else:
-            cause[r], why[r] = last[q], CAUSE_HEAD_OF_LINE
-        own = c_int[r, fs.ID] if f < 0 else first + f
-        start[r], server[r], end[r] = at, s - offset, at + duration
-        granted[q], last[q], slot_end[s], slot_task[s] = at, own, at + duration, own
+        if ready < at and idle[q] == 0:
+            bound, bound_why = freed[q], np.int64(BY_LANE)
+        elif ready < at:
+            bound, bound_why = last[q], np.int64(CAUSE_HEAD_OF_LINE)
+        start[r], server[r], cause[r], why[r], end[r] = at, s - offset, bound, bound_why, at + spent
+        granted[q], last[q], slot_end[s], slot_task[s] = at, own, at + spent, own
         r += 1
     return True
 
@@ -194,19 +229,29 @@ def sweep(
 @njit(cache=True)
 def settle(
     until, now, first, lanes, c_int, c_float, lane, work, latency, volume, cap, limit, c_limit,
-    start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume,
+    start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume, missing,
 ):  # fmt: skip
     """Turn the finished columns into how things stand at ``until``: the gate has ended, nothing has been granted since."""
     n_carried, n_lanes, rows = len(c_int), len(lanes), len(start)
     for q in range(n_lanes):
+        missing[q] = True
         lanes[q, fs.IDLE_BEFORE] = lanes[q, fs.IDLE_BEFORE] if until == now else lanes[q, fs.WIDTH]
-    for r in range(rows):  # as things stand when the gate has ended and nothing has been granted since
+    left = n_lanes  # lanes of which the task granted last has not been met: ``missing``, all of them at first
+    r = rows
+    while r > 0 and left > 0:
+        r -= 1
+        if start[r] < until:
+            q = c_int[r, fs.LANE] if r < n_carried else np.int64(lane[r - n_carried])
+            if missing[q]:
+                missing[q], lanes[q, fs.LAST] = False, (c_int[r, fs.ID] if r < n_carried else first + r - n_carried)
+                left -= 1
+    for r in range(rows):
+        if end[r] < until:
+            continue
         f = r - n_carried
         q = c_int[r, fs.LANE] if f < 0 else np.int64(lane[f])
         if start[r] < until:
-            lanes[q, fs.LAST] = c_int[r, fs.ID] if f < 0 else first + f
-            if end[r] >= until:
-                lanes[q, fs.IDLE_BEFORE] -= 1
+            lanes[q, fs.IDLE_BEFORE] -= 1
             if end[r] == until:
                 lanes[q, fs.TOUCHED_AT] = lanes[q, fs.FREED_AT] = until
                 lanes[q, fs.FREED_BY] = c_int[r, fs.ID] if f < 0 else first + f
@@ -233,43 +278,35 @@ def settle(
             end[r] = fs.NOT_ENDED
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
 def run_linear(
-    stamp, now, gate, first, lanes, c_int, c_float, c_shares, c_deps, recent,
+    now, gate, first, lanes, c_int, c_float, c_shares, c_deps, recent,
     lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
-):  # fmt: skip
+) -> tuple[Any, ...]:  # fmt: skip
     """Run the window up to the end of row ``gate`` (-1: to the end of all); return (status, task, now, what ended, next state)."""
-    rows, n_slots = len(c_int) + len(lane), lanes[-1, fs.OFFSET] + lanes[-1, fs.WIDTH]
-    start = np.full(rows, -1, np.int64)
-    server = np.zeros(rows, np.int16)
-    cause = np.full(rows, NO_CAUSE, np.int64)
-    why = np.zeros(rows, np.int8)
-    refused = (start[:0], start[:0], start[:0], server[:0], cause[:0], why[:0]), (c_int, c_float, c_shares, c_deps, recent)
-    calm, limit, c_limit = own_limits(lanes, c_int, c_float, c_shares, lane, work, volume, cap, shares, capacity)
-    if not calm:
-        return fs.CONTENDED, np.int64(-1), now, *refused
-    end = fs.ends(rows, now)
-    slot_phase, slot_event, slot_since = np.zeros(n_slots, np.int64), np.full(n_slots, fs.NEVER, np.int64), np.zeros(n_slots, np.int64)
-    slot_rate, slot_volume = np.zeros(n_slots), np.zeros(n_slots)
-    dep_row = fs.resolve(first, c_int, c_deps, recent, dep_start, dep_task)
+    state = c_int, c_float, c_shares, c_deps, recent
+    refused = fs.CONTENDED, -1, now, None, state
+    n_tasks, n_works, rows = len(lane), len(shares), len(c_int) + len(lane)
+    duration, limit, c_limit = np.empty(n_tasks, np.int64), np.full(n_works, math.inf), np.full(len(c_int), math.inf)
+    scratch = (np.full(n, -1, np.int64) for n in (n_works, n_works, len(capacity)))
+    of_work = latency, volume, cap
+    if not durations(fs.STAMP, lanes, c_int, c_float, c_shares, lane, work, *of_work, shares, capacity, duration, limit, c_limit, *scratch):
+        return refused
+    dep_row = fs.rows_of(first, c_int, c_deps, recent, dep_start, dep_task)
+    columns, slots = fs.columns(rows, now), fs.slots(lanes)
+    start, end, server, _, _ = columns
+    _, _, slot_since, slot_rate, slot_volume = slots
+    by_lane = np.stack([np.full(len(lanes), now), *(lanes[:, i] for i in _SWEPT)])
+    ends = np.full(len(slot_since), now - 1, np.int64), np.full(len(slot_since), NO_CAUSE, np.int64)
     if not sweep(
-        now, first, lanes, c_int, c_float, c_deps, lane, work, dep_start, dep_task, dep_type, latency, volume, cap, limit, c_limit, dep_row,
-        start, end, server, cause, why, slot_since, slot_rate, slot_volume,
+        fs.STAMP, now, first, lanes, c_int, c_float, c_deps, lane, dep_start, dep_task, dep_type, duration, c_limit, dep_row, *columns,
+        slot_since, slot_rate, slot_volume, *ends, by_lane,
     ):  # fmt: skip
-        return fs.CONTENDED, np.int64(-1), now, *refused
-    until = now
-    if gate >= 0:
-        until = end[gate]
-    else:
-        for r in range(rows):
-            until = max(until, end[r])
+        return refused
+    until = int(end[gate]) if gate >= 0 else max(now, int(end[:rows].max(initial=now)))
     settle(
-        until, now, first, lanes, c_int, c_float, lane, work, latency, volume, cap, limit, c_limit,
-        start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume,
+        until, now, first, lanes, c_int, c_float, lane, work, *of_work, limit, c_limit, start, end, server, *slots,
+        np.empty(len(lanes), np.bool_),
     )  # fmt: skip
-    ended, state = fs.collect(
-        until, now, first, lanes, c_int, c_float, c_shares, c_deps, recent, dep_row,
-        lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares,
-        start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume,
-    )  # fmt: skip
-    return fs.OK, np.int64(-1), until, ended, state
+    fragment = lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, *of_work, shares
+    ended, state = fs.divide(until, now, first, lanes, state, dep_row, fragment, columns, slots)
+    return fs.OK, -1, until, ended, state

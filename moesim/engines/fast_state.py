@@ -69,79 +69,96 @@ def urgency(use_step, use_layer, prefetch):
 
 
 @njit(cache=True)
-def resolve(first, c_int, c_deps, recent, dep_start, dep_task):
-    """Return the row of each dependency, those of the fragment first, then those of carried tasks.
+def resolve(first, c_ids, c_deps, recent, before, dep_task, row):
+    """Fill ``row`` with that of each dependency, those of the fragment first, then those of carried tasks.
 
     What has ended before the window is the row behind the last, or, if it ended at the present instant, the one after that.
     """
-    n_carried, n_deps = len(c_int), len(dep_task)
-    before, just_now = n_carried + len(dep_start) - 1, n_carried + len(dep_start)
-    c_ids = c_int[:, ID].copy()
+    n_carried, n_deps, just_now = len(c_ids), len(dep_task), before + 1
     oldest = first
     if n_carried > 0:
         oldest = min(oldest, c_ids[0])
     if len(recent) > 0:
         oldest = min(oldest, recent[0])
-    row = np.empty(n_deps + len(c_deps), np.int32)
-    for f in range(len(dep_start) - 1):
-        for d in range(dep_start[f], dep_start[f + 1]):
-            task = dep_task[d]
-            if task >= first:
-                row[d] = task - first + n_carried if task < first + f else before
-            elif task < oldest:
-                row[d] = before
-            else:
-                r = find(c_ids, task)
-                row[d] = r if r >= 0 else (just_now if find(recent, task) >= 0 else before)
+    shift = n_carried - first
+    for d in range(n_deps):
+        task = dep_task[d]
+        if task >= first:
+            row[d] = min(task + shift, before)
+        elif task < oldest:
+            row[d] = before
+        else:
+            r = find(c_ids, task)
+            row[d] = r if r >= 0 else (just_now if find(recent, task) >= 0 else before)
     for d in range(len(c_deps)):
         row[n_deps + d] = find(c_ids, c_deps[d, 0])
+
+
+def rows_of(first, c_int, c_deps, recent, dep_start, dep_task):
+    """Return the row of each dependency, see ``resolve``."""
+    row = np.empty(len(dep_task) + len(c_deps), np.int32)
+    resolve(first, np.ascontiguousarray(c_int[:, ID]), c_deps, recent, len(c_int) + len(dep_start) - 1, dep_task, row)
     return row
 
 
-@njit(cache=True)
-def ends(rows, now):
-    """Return the column of ends, with the two rows behind the last that ``resolve`` speaks of."""
+def columns(rows, now):
+    """Return start, end, server, cause and its type of each row, empty; with two ends behind the last that ``resolve`` speaks of."""
     end = np.full(rows + 2, NOT_ENDED, np.int64)
     end[rows], end[rows + 1] = ENDED_BEFORE, now
-    return end
+    return np.full(rows, -1, np.int64), end, np.zeros(rows, np.int16), np.full(rows, NO_CAUSE, np.int64), np.zeros(rows, np.int8)
+
+
+def slots(lanes):
+    """Return phase, event, since, rate and volume of each slot, idle."""
+    n = lanes[-1, OFFSET] + lanes[-1, WIDTH]
+    return np.zeros(n, np.int64), np.full(n, NEVER, np.int64), np.zeros(n, np.int64), np.zeros(n), np.zeros(n)
+
+
+def divide(now, began, first, lanes, state, dep_row, fragment, columns, slots):
+    """Divide the window at ``now``: the columns of what has ended, and the state that the next window begins with."""
+    _, _, c_shares, _, recent = state
+    end = columns[1][:-2]
+    marked = np.flatnonzero((end < 0) | (end == now)).astype(np.int32)
+    alive = int(np.count_nonzero(end < 0))
+    kept = recent if began == now else recent[:0]
+    task = np.arange(first - len(state[0]), first + len(fragment[0]))
+    task[: len(state[0])] = state[0][:, ID]
+    next_recent = np.concatenate([kept, task[marked[end[marked] >= 0]]])
+    next_int, next_float, next_shares = np.zeros((alive, C_INT), np.int64), np.zeros((alive, 3)), np.zeros((alive, c_shares.shape[1]))
+    carried = state[0], state[1], c_shares, state[3]
+    pending = int(sum(_pending(state[0], fragment[5], marked[end[marked] < 0])))
+    next_deps = np.empty((pending, 2), np.int64)
+    if alive:
+        n_deps = collect(
+            began, first, lanes, *carried, dep_row, *fragment, *columns, *slots, marked, task, next_int, next_float, next_shares, next_deps
+        )
+        next_deps = next_deps[:n_deps]
+        ended = np.flatnonzero(end >= 0)
+        task, columns = task[ended], tuple(column[ended] for column in columns)
+    start, end, server, cause, why = columns
+    return (task, start, end[: len(task)], server, cause, why), (next_int, next_float, next_shares, next_deps, next_recent)
+
+
+def _pending(c_int, dep_start, alive):
+    """Dependencies of tasks that have not ended."""
+    old, new = alive[alive < len(c_int)], alive[alive >= len(c_int)] - len(c_int)
+    return (c_int[old, DEP_TO] - c_int[old, DEP_FROM]).sum(), (dep_start[new + 1] - dep_start[new]).sum()
 
 
 @njit(cache=True)
 def collect(
-    now, began, first, lanes, c_int, c_float, c_shares, c_deps, recent, dep_row,
+    began, first, lanes, c_int, c_float, c_shares, c_deps, dep_row,
     lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares,
-    start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume,
+    start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume, marked, task,
+    next_int, next_float, next_shares, next_deps,
 ):  # fmt: skip
-    """Divide the window at ``now``: the columns of what has ended, and the state that the next window begins with."""
+    """Fill the state that the next window begins with from those of the ``marked`` rows that have not ended; return its dependencies."""
     n_carried = len(c_int)
-    rows = len(end) - 2  # see ``ends``
-    alive = 0
-    n_recent = 0
-    n_deps = 0
-    for r in range(rows):
-        if end[r] < 0:
-            alive += 1
-            n_deps += c_int[r, DEP_TO] - c_int[r, DEP_FROM] if r < n_carried else dep_start[r - n_carried + 1] - dep_start[r - n_carried]
-        elif end[r] == now:
-            n_recent += 1
-    kept = len(recent) if began == now else 0
-    next_recent = np.empty(kept + n_recent, np.int64)
-    for i in range(kept):  # not by slices here and below: they would compile for many seconds
-        next_recent[i] = recent[i]
-    task = np.empty(rows, np.int64)
-    next_int = np.zeros((alive, C_INT), np.int64)
-    next_float = np.zeros((alive, 3), np.float64)
-    next_shares = np.zeros((alive, shares.shape[1]), np.float64)
-    next_deps = np.empty((n_deps, 2), np.int64)
     k = d_to = 0
-    i_recent = kept
-    for r in range(rows):
+    for m in range(len(marked)):
+        r = np.int64(marked[m])
         f = r - n_carried
-        task[r] = c_int[r, ID] if f < 0 else first + f
         if end[r] >= 0:
-            if end[r] == now:
-                next_recent[i_recent] = task[r]
-                i_recent += 1
             continue
         if f < 0:
             for i in range(C_INT):
@@ -183,12 +200,4 @@ def collect(
         next_int[k, BOUND_END], next_int[k, BOUND], next_int[k, BOUND_WHY] = at, bound, bound_why
         next_int[k, DEP_TO] = d_to
         k += 1
-    j = rows
-    if alive > 0:
-        j = 0
-        for r in range(rows):
-            if end[r] >= 0:
-                task[j], start[j], end[j], server[j], cause[j], why[j] = task[r], start[r], end[r], server[r], cause[r], why[r]
-                j += 1
-    ended = (task[:j], start[:j], end[:j], server[:j], cause[:j], why[:j])
-    return ended, (next_int, next_float, next_shares, next_deps[:d_to], next_recent)
+    return d_to

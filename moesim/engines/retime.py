@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from moesim.cost import Costs
 from moesim.engines import fast_state as fs
-from moesim.engines.fast import FastEngine, lane_table, plain
+from moesim.engines.fast import FastEngine, lane_table
 from moesim.engines.retime_kernel import durations, note_users, per_work, sweep_variants
 from moesim.errors import InputError
 from moesim.schedule import Fragment, Ints, Schedule
-from moesim.timeline import Timeline
+from moesim.timeline import Timeline, plain
 
 BLOCK = 32  # variants side by side: four AVX-512 registers of int64
 BLOCK_BYTES = 256 * 2**20  # most memory for the ends of one block

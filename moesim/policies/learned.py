@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from moesim.policies.predictors import Ranked, Ranking, Source, check_shape, pop
 from moesim.trace import RoutingTrace
 
 BLOCK = 2**22  # scores at a time: 32 MB
+MANY = 2**23  # scores, or meetings, from which on compiled loops are worth loading (predict_kernel.py): they take NumPy half a second
 
 
 class _Learned(Ranked):
@@ -51,9 +53,9 @@ class _Learned(Ranked):
         confidence = np.zeros(experts.shape, dtype=np.float32)
         for layer in range(trace.n_layers):
             for rows in _blocks(np.flatnonzero(source[:, layer, 0] >= 0), trace.n_experts):
-                scores = self._scores(self._learned[distance], layer, source[rows, layer], before[rows, layer])
+                given = self._learned[distance], layer, source[rows, layer], before[rows, layer]
                 # Columns by popularity: the first of equal scores is then the one that the tie rule wants.
-                best, value = _best(scores[:, order[layer]], trace.top_k)
+                best, value = self._likeliest(given, order[layer], trace)
                 experts[rows, layer] = order[layer][best]
                 confidence[rows, layer] = self._confidence(value)
         return experts, confidence
@@ -66,12 +68,35 @@ class _Learned(Ranked):
     def _scores(self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]) -> NDArray[np.float64]:
         """Return (n, E) float64 from (n, K) source cells, all present, and (n, K) previous cells, -1 where absent."""
 
+    def _likeliest(self, given: tuple[Any, ...], order: NDArray[np.intp], trace: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.float64]]:
+        """Return (n, K) places in ``order`` of the largest scores, and these; ``given`` is what ``_scores`` takes."""
+        return _best(self._scores(*given)[:, order], trace.top_k)
+
     def _confidence(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the confidence of (n, K) scores."""
         return np.minimum(np.maximum(scores, 0.0), 1.0)
 
 
-class Cooccurrence(_Learned):
+class _Sums(_Learned):
+    """Base of predictors whose score is a sum of table rows; compiled for long traces."""
+
+    @abstractmethod
+    def _summed(
+        self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]
+    ) -> tuple[NDArray[np.float64], NDArray[Any]]:
+        """Return a table (rows, E) and the rows (n, slots) of it whose sums are the scores."""
+
+    def _scores(self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]) -> NDArray[np.float64]:
+        return _sum_of_rows(*self._summed(learned, layer, source, before))
+
+    def _likeliest(self, given: tuple[Any, ...], order: NDArray[np.intp], trace: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.float64]]:
+        if trace.expert_ids[:, :, 0].size * trace.n_experts < MANY:
+            return super()._likeliest(given, order, trace)
+        table, cells = self._summed(*given)
+        return _best_sums(np.ascontiguousarray(table[:, order]), cells, trace.top_k)
+
+
+class Cooccurrence(_Sums):
     """Predicts from the source alone, by how often experts met in training.
 
     score(x) = sum over e in S(source), ascending, of N[e, x] / max(1, N[e]); N[e, x] counts training cells with e in the source and
@@ -86,15 +111,17 @@ class Cooccurrence(_Learned):
     def _learn(self, train: RoutingTrace, distance: int) -> Any:
         return _met_shares(train, distance)
 
-    def _scores(self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]) -> NDArray[np.float64]:
-        return _sum_of_rows(learned[layer], source)
+    def _summed(
+        self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]
+    ) -> tuple[NDArray[np.float64], NDArray[Any]]:
+        return learned[layer], source
 
     def _confidence(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         mean: NDArray[np.float64] = scores / scores.shape[1]
         return mean
 
 
-class Linear(_Learned):
+class Linear(_Sums):
     """Predicts by ridge regression on who was chosen in the source and by the previous token in the target layer, one expert at a time.
 
     score(x) = b[x] + sum over e in S(source) of A[e, x] + sum over e in S(previous) of B[e, x] (or c[x] where there is no previous
@@ -133,8 +160,10 @@ class Linear(_Learned):
             weights[layer, :size] = np.linalg.solve(square[:size, :size] + self.ridge * np.eye(size), product[:size])
         return _rounded(weights)
 
-    def _scores(self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]) -> NDArray[np.float64]:
-        return _sum_of_rows(learned[layer], _inputs(source, before, learned.shape[2]))
+    def _summed(
+        self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]
+    ) -> tuple[NDArray[np.float64], NDArray[Any]]:
+        return learned[layer], _inputs(source, before, learned.shape[2])
 
 
 class TwoStep(_Learned):
@@ -229,6 +258,10 @@ def _inputs(source: NDArray[np.int16], before: NDArray[np.int16], n_experts: int
 
 def _meetings(a: NDArray[Any], b: NDArray[Any], shape: tuple[int, int]) -> NDArray[np.int64]:
     """``shape`` int64: rows in which i is in ``a`` (n, A) and x in ``b`` (n, B); an index of ``a`` that repeats counts as often."""
+    if a.size * b.shape[1] >= MANY // 128:  # a share of what all layers come to
+        counts = np.zeros(shape, np.int64)
+        import_module("moesim.policies.predict_kernel").meetings(a.astype(np.int64), b.astype(np.int64), counts)
+        return counts
     pairs = a[:, :, None] * np.int64(shape[1]) + b[:, None, :]
     return np.bincount(pairs.ravel(), minlength=shape[0] * shape[1]).reshape(shape)
 
@@ -245,6 +278,14 @@ def _best(scores: NDArray[np.float64], top_k: int) -> tuple[NDArray[np.intp], ND
         top = scores.argmax(axis=1)
         best[:, rank], value[:, rank] = top, scores[rows, top]
         scores[rows, top] = -np.inf
+    return best, value
+
+
+def _best_sums(table: NDArray[np.float64], cells: NDArray[Any], top_k: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """``_best`` of ``_sum_of_rows``, compiled."""
+    best, value = np.empty((len(cells), top_k), np.int64), np.empty((len(cells), top_k))
+    kernel = import_module("moesim.policies.predict_kernel")
+    kernel.best_sums(table, cells.astype(np.int64), np.empty(table.shape[1]), best, value)
     return best, value
 
 

@@ -1,0 +1,224 @@
+"""Refits the fitted rates of moesim/runtimes/attained.yaml to a folder of public measured runs, and writes what cross-validation gives.
+
+    python benchmarks/fit_field.py ../shared/field_runs            # prints
+    python benchmarks/fit_field.py ../shared/field_runs --write    # writes attained.yaml (values, spreads) and attained_without_host.csv
+
+Method: robust least squares (Huber, Levenberg-Marquardt) on the logarithm of predicted over measured speed, in the logarithm of the rates, with
+a wide prior (a factor of 2) around what physics and single public reports suggest. Each machine and placement weighs as the square root of its
+number of rows. Predictions are the program's own (``field_run``), nothing is fitted to a formula beside it. Leave-host-group-out fits start
+from the full fit and keep its Jacobian (chord iterations).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections import Counter
+
+import numpy as np
+
+from moesim import resources
+from moesim.backtest import backtest
+from moesim.field_data import read_field_runs
+from moesim.field_run import FieldCase, FieldCases, Lacking
+from moesim.runtimes import Rates, attained_file, held_out
+
+PRIOR = {  # where the fit starts and what it is drawn to where rows say little
+    "client_memory_share": 0.85, "server_memory_share": 0.55, "dual_server_memory_share": 0.4, "cpu_flops_wide": 30e9, "cpu_flops_narrow": 14e9,
+    "cpu_kernel": 8e-6, "hand_over": 1e-4, "gpu_memory_share": 0.85, "launch_graphs": 5e-6, "launch": 8e-6, "old_gpu_launch": 2.0,
+    "gpu_vector_attention_share": 0.045, "gpu_tensor_attention_share": 0.7, "gpu_cache_traffic": 1.3, "cpu_attention_share": 2.4,
+    "server_attention_share": 0.45, "cpu_serial_head_token": 1e-7, "gpu_prefill_share": 0.25, "gpu_prefill_attention_share": 0.3,
+    "cpu_prefill_flops_wide": 1.6e11, "cpu_prefill_flops_narrow": 6e10, "cpu_prefill_plain_share": 0.33, "pageable_bytes_per_s": 1e10, "storage_share": 0.5,
+}  # fmt: skip
+PRIOR_SD = np.log(2.0)
+NOISE = {"decode": 0.15, "batched decode": 0.15, "prefill": 0.25}
+SSD_NOISE = 0.6
+HUBER = 1.0  # in units of the noise
+SAME_CHIP = (("GB10",),)  # hosts whose cards carry such a name are one chip, and are left out together
+
+
+class Fit:
+    """The cases of a folder and the fit of the rates to them."""
+
+    def __init__(self, cases: list[FieldCase], fixed: dict[str, float]) -> None:
+        self.cases, self.fixed, self.names = cases, fixed, list(PRIOR)
+        self.measured = np.log([c.row.value for c in cases])
+        groups = [(c.machine.name, c.placement, c.mode == "prefill") for c in cases]
+        sizes = Counter(groups)
+        self.noise = np.array([SSD_NOISE if c.placement == "ssd" else NOISE[c.mode] for c in cases])
+        self.weight = np.array([1 / np.sqrt(sizes[g]) for g in groups]) / self.noise**2
+        self.on_storage = np.array([c.placement in ("ssd", "gpu_cpu_layers") for c in cases])
+        self.hosts = [host_group(c) for c in cases]
+        self.x0 = np.log([PRIOR[n] for n in self.names])
+
+    def rates(self, x: np.ndarray) -> Rates:
+        return Rates(self.fixed | dict(zip(self.names, np.exp(x).tolist(), strict=True)), {})
+
+    def residuals(self, x: np.ndarray) -> np.ndarray:
+        """Log of predicted over measured speed, (rows,)."""
+        rates = self.rates(x)
+        return np.array([np.log(c.tokens_per_s(sum(c.seconds(rates).values()))) for c in self.cases]) - self.measured
+
+    def cost(self, r: np.ndarray, x: np.ndarray, keep: np.ndarray) -> float:
+        limit = HUBER * self.noise
+        size = np.abs(r)
+        loss = np.where(size < limit, r**2 / 2, limit * (size - limit / 2))
+        return float((keep * self.weight * loss).sum() + ((x - self.x0) ** 2).sum() / PRIOR_SD**2 / 2)
+
+    def jacobian(self, x: np.ndarray, r: np.ndarray, step: float = 1e-3) -> np.ndarray:
+        jac = np.array([(self.residuals(x + step * np.eye(len(x))[k]) - r) / step for k in range(len(x))]).T
+        jac[np.ix_(self.on_storage, [name != "storage_share" for name in self.names])] = 0.0  # these rows say nothing sure of the rest
+        return jac
+
+    def solve(self, jac: np.ndarray, r: np.ndarray, x: np.ndarray, keep: np.ndarray, damping: float) -> np.ndarray:
+        w = keep * self.weight * np.where(np.abs(r) < HUBER * self.noise, 1.0, HUBER * self.noise / np.maximum(np.abs(r), 1e-12))
+        h = (jac * w[:, None]).T @ jac + np.eye(len(x)) / PRIOR_SD**2
+        g = (jac * w[:, None]).T @ r + (x - self.x0) / PRIOR_SD**2
+        return np.clip(-np.linalg.solve(h + damping * np.diag(np.diag(h)), g), -0.4, 0.4)
+
+    def full(self, x: np.ndarray, rounds: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Fit all rows. Returns the log rates, the residuals and the Jacobian there."""
+        keep = np.ones(len(self.cases))
+        r = self.residuals(x)
+        now, damping = self.cost(r, x, keep), 0.01
+        for i in range(rounds):
+            jac = self.jacobian(x, r)
+            before = now
+            for _ in range(8):
+                trial = x + self.solve(jac, r, x, keep, damping)
+                r_trial = self.residuals(trial)
+                cost = self.cost(r_trial, trial, keep)
+                if cost < now:
+                    x, r, now, damping = trial, r_trial, cost, damping / 4
+                    break
+                damping *= 5
+            print(f"round {i}: cost {now:.2f}", file=sys.stderr)
+            if before - now < 3e-4 * before:
+                break
+        return x, r, self.jacobian(x, r)
+
+    def without(self, host: str, x: np.ndarray, r: np.ndarray, jac: np.ndarray, rounds: int = 3) -> np.ndarray:
+        """Fit without one host group, from the full fit, by chord iterations."""
+        keep = np.array([h != host for h in self.hosts], float)
+        now = self.cost(r, x, keep)
+        for _ in range(rounds):
+            step = self.solve(jac, r, x, keep, 0.0)
+            for size in (1.0, 0.5, 0.2):
+                r_trial = self.residuals(x + size * step)
+                cost = self.cost(r_trial, x + size * step, keep)
+                if cost < now:
+                    break
+            else:
+                break
+            gained, now = now - cost, cost
+            x, r = x + size * step, r_trial
+            if gained < 3e-4 * now:
+                break
+        return x
+
+
+def host_group(case: FieldCase) -> str:
+    """The host group that a case is left out with."""
+    for names in SAME_CHIP:
+        if any(name in case.machine.gpu_name for name in names):
+            return names[0]
+    return case.machine.host
+
+
+def load(folder: str) -> tuple[list[FieldCase], dict[str, float]]:
+    rates = {name: rate.value for name, rate in attained_file().rates.items()}
+    builder, cases = FieldCases(read_field_runs(folder)), []
+    for row in builder.data.runs:
+        try:
+            cases.append(builder.case(row, (rates["routing_concentration"], rates["routing_concentration_few"])))
+        except Lacking:
+            continue
+    return cases, {name: value for name, value in rates.items() if name not in PRIOR}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--write", action="store_true", help="write attained.yaml and attained_without_host.csv")
+    args = parser.parse_args()
+    cases, fixed = load(args.folder)
+    fit = Fit(cases, fixed)
+    x, r, jac = fit.full(fit.x0.copy())
+    held = {host: fit.without(host, x, r, jac) for host in sorted(set(fit.hosts))}
+    out = np.full(len(cases), np.nan)
+    for host, xh in held.items():
+        mine = np.array([h == host for h in fit.hosts])
+        out[mine] = fit.residuals(xh)[mine]
+    summary(cases, out)
+    for name, value in zip(fit.names, np.exp(x), strict=True):
+        spread = np.std([np.exp(xh[fit.names.index(name)]) for xh in held.values()]) / value
+        print(f"{name:32s} {value:12.4g}  moves by {100 * spread:.0f} % between folds")
+    if args.write:
+        write(fit, x, held)
+        attained_file.cache_clear()
+        held_out.cache_clear()
+        write_spreads(args.folder)
+
+
+def summary(cases: list[FieldCase], errors: np.ndarray) -> None:
+    """Print the cross-validated error by mode and placement."""
+    kinds = [(c.mode, c.placement) for c in cases]
+    for kind in sorted(set(kinds)):
+        here = np.array([k == kind for k in kinds])
+        ape = np.abs(np.expm1(errors[here]))
+        machines = {c.machine.name for c, h in zip(cases, here, strict=True) if h}
+        mean = np.mean(
+            [
+                np.median([a for a, c in zip(ape, (c for c, h in zip(cases, here, strict=True) if h), strict=True) if c.machine.name == m])
+                for m in machines
+            ]
+        )
+        print(
+            f"{kind[0]:15s} {kind[1]:16s} n {here.sum():4d}  median {100 * np.median(ape):5.1f} %  mean over machines {100 * mean:5.1f} %  within 20 %: {100 * (ape < 0.2).mean():3.0f} %"
+        )
+
+
+def write(fit: Fit, x: np.ndarray, held: dict[str, np.ndarray]) -> None:
+    """Write values into attained.yaml, line by line, and the rates without each host."""
+    folder = resources.folder("runtimes")
+    path = folder / "attained.yaml"
+    text = path.read_text(encoding="utf-8")
+    for name, value in zip(fit.names, np.exp(x), strict=True):
+        text, count = re.subn(rf"(\n  {name}:\n    value: )[^\n]+", lambda m, v=value: m[1] + plain(v), text)
+        assert count == 1, name
+    path.write_text(text, encoding="utf-8")
+    names = {host: {c.machine.host for c, h in zip(fit.cases, fit.hosts, strict=True) if h == host} for host in held}
+    with (folder / "attained_without_host.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["host", *fit.names])
+        for host, xh in held.items():
+            for name in sorted(names[host]):
+                rows.writerow([name, *(f"{v:.5g}" for v in np.exp(xh))])
+
+
+def write_spreads(folder: str) -> None:
+    """Write the 80 % quantile of the cross-validated error, cold and warm, of each placement and mode."""
+    path = resources.folder("runtimes") / "attained.yaml"
+    text = path.read_text(encoding="utf-8").partition("spreads:")[0]
+    data = read_field_runs(folder)
+    errors: dict[tuple[str, str], dict[bool, list[float]]] = {}
+    for warm in (False, True):
+        for p in backtest(data, warm=warm).scored:
+            errors.setdefault((p.case.placement, p.case.mode), {}).setdefault(warm, []).append(abs(p.log_error))
+    lines = ["spreads:"]
+    for (placement, mode), found in sorted(errors.items()):
+        cold, warm_ratio = (float(np.exp(np.quantile(found.get(w) or found[False], 0.8))) for w in (False, True))
+        lines.append(f"  - {{placement: {placement}, mode: {mode}, cold: {max(cold, 1.05):.3f}, warm: {max(warm_ratio, 1.05):.3f}}}")
+    path.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def plain(value: float) -> str:
+    """A number as strict YAML takes it: no exponent."""
+    text = f"{float(f'{value:.4g}'):.12f}".rstrip("0")
+    return text + "0" if text.endswith(".") else text
+
+
+if __name__ == "__main__":
+    main()

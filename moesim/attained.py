@@ -1,0 +1,165 @@
+"""Owns what a runtime attains on a machine in one run: a profile with real rates in place of peaks, and works as its kernels see them.
+
+stream rate      = share x peak of the memory, or share x measured bandwidth where that is lower
+arithmetic       = rate per core x cores used; share of the peak on a GPU
+padded rows      = rows x (1 + tile / rows per expert) in a prompt's expert products
+serial attention = heads per core x tokens x time of one head and token
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from moesim.field_machine import Machine
+from moesim.hardware import HardwareProfile
+from moesim.hardware_parts import Figure
+from moesim.runtimes import Rates, RunFacts, Runtime
+from moesim.schedule import Work
+from moesim.steady import Part
+
+WIDE_SIMD = ("avx512", "amx")
+SERVER_SHARE = {"server": "server_memory_share", "dual-server": "dual_server_memory_share"}
+# unfused: scores are written out and read again; on-the-fly: cached values are unpacked in the inner loop, once per head (the same machine
+# and model took 2.51 against 1.76 us per cached token, ikawrakow/ik_llama.cpp pull request 370 and discussion 357)
+PRODUCT_KERNELS = {"together": 0, "one-by-one": 3, "gathered": 9}  # of each used expert in a prompt; 0: of all of them together
+KERNEL_SHARE = {"unfused": 0.5, "on-the-fly": 0.7}
+THEORETICAL = 0.97  # a "measured" bandwidth within 3 % of the peak is the peak
+
+
+@dataclass(frozen=True, slots=True)
+class Attained:
+    """Rates of one run in SI units; shares are of the machine's peaks."""
+
+    gpu_memory_share: float
+    gpu_flops_per_s: float
+    gpu_attention_flops_per_s: float
+    gpu_launch_s: float
+    cpu_memory_share: float
+    cpu_flops_per_s: float
+    cpu_attention_flops_per_s: float
+    cpu_kernel_s: float
+    cpu_expert_share: float  # of the CPU's arithmetic, left for the experts' format
+    serial_head_token_s: float  # 0: attention on the CPU is not serial
+    cores: int
+    cache_traffic: float
+    converts: bool  # a quantised cache is first written out, and read again, in 16 bit
+    tile_rows: float
+    product_kernels: int  # of each expert
+    pcie_share: float
+    linear_kernels: int
+    hand_over_s: float
+    storage_share: float
+
+
+def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, prefill: bool, cores: int) -> Attained:
+    """Return what a runtime attains on a machine.
+
+    Parameters
+    ----------
+    machine : Machine
+    runtime : Runtime
+    run : RunFacts
+    rates : Rates
+    prefill : bool
+        Many tokens a step, or one per sequence.
+    cores : int
+        CPU cores in use.
+    """
+    peak, vector, tensor = machine.ram_bytes_per_s or 0.0, machine.gpu_vector_flops_per_s or 1.0, machine.gpu_flops_per_s or 1.0
+    one_node = machine.sockets > 1 and "numa=isolate" in run.flags
+    platform = "server" if one_node else machine.platform
+    share = rates[SERVER_SHARE.get(platform, "client_memory_share")] / (machine.sockets if one_node else 1)
+    measured = machine.ram_measured_bytes_per_s
+    if measured and measured < THEORETICAL * peak:  # a benchmark sees the chiplet links of one socket, but not who reads from which node
+        attained = rates["measured_memory_share"] * measured / peak
+        share = min(share, attained) if machine.platform == "dual-server" else attained
+    width = "wide" if machine.simd in WIDE_SIMD or not machine.simd else "narrow"
+    decode_flops = cores * rates[f"cpu_flops_{width}"]
+    prefill_flops = cores * rates[f"cpu_prefill_flops_{width}"] * rates[runtime.choose("cpu_prefill", run)]
+    on_cpu, on_gpu = runtime.choose("cpu_attention", run), runtime.choose("gpu_attention", run)
+    cpu_attention = prefill_flops if prefill else decode_flops * (rates["cpu_attention_share"] if on_cpu == "blocked" else 1.0)
+    if machine.platform in SERVER_SHARE and not prefill:
+        cpu_attention *= rates["server_attention_share"]
+    if prefill:
+        gpu_attention = tensor * rates["gpu_prefill_attention_share"]
+    else:
+        gpu_attention = vector * rates["gpu_tensor_attention_share" if on_gpu == "tensor" else "gpu_vector_attention_share"]
+    gpu_attention *= KERNEL_SHARE.get(on_gpu, 1.0)
+    launch = rates[runtime.choose("launch", run)]
+    if machine.old_card:
+        launch *= rates["old_gpu_launch"]
+    converts = on_gpu == "tensor" and run.kv_quantised and not prefill
+    pcie = rates["pcie_share"]
+    if runtime.choose("pinned", run) == "no" and machine.pcie_bytes_per_s:
+        pcie = min(pcie, rates["pageable_bytes_per_s"] / machine.pcie_bytes_per_s)
+    return Attained(
+        gpu_memory_share=rates["gpu_memory_share"],
+        gpu_flops_per_s=tensor * rates["gpu_prefill_share"],
+        gpu_attention_flops_per_s=gpu_attention,
+        gpu_launch_s=launch,
+        cpu_memory_share=share,
+        cpu_flops_per_s=prefill_flops if prefill else decode_flops,
+        cpu_attention_flops_per_s=cpu_attention,
+        cpu_kernel_s=rates["cpu_kernel"],
+        cpu_expert_share=rates[runtime.choose("cpu_decode", run)],
+        serial_head_token_s=rates["cpu_serial_head_token"] if on_cpu == "serial" else 0.0,
+        cores=cores,
+        cache_traffic=rates["gpu_cache_traffic"],
+        converts=converts,
+        tile_rows=rates["gpu_prefill_tile"] if prefill else 0.0,
+        product_kernels=PRODUCT_KERNELS[runtime.choose("prompt_products", run)] if prefill else 0,
+        pcie_share=pcie,
+        linear_kernels=round(rates["linear_attention_kernels"]),
+        hand_over_s=rates["hand_over"],
+        storage_share=rates["storage_share"],
+    )
+
+
+def as_found(profile: HardwareProfile, it: Attained) -> HardwareProfile:
+    """Return a profile of peaks with what is attained in their place."""
+    devices = {}
+    for name, device in profile.devices.items():
+        flops, attention, share, launch = (
+            (it.gpu_flops_per_s, it.gpu_attention_flops_per_s, it.gpu_memory_share, it.gpu_launch_s)
+            if name == "gpu"
+            else (it.cpu_flops_per_s, it.cpu_attention_flops_per_s, it.cpu_memory_share, it.cpu_kernel_s)
+        )
+        peaks = {"fp16" if name == "gpu" else "int8": _figure(flops), "fp32": _figure(attention)}
+        devices[name] = device.model_copy(update={"peak": peaks, "memory_efficiency": _figure(share), "launch": _figure(launch)})
+    links = {
+        name: link.model_copy(update={"pinned_efficiency": _figure(it.pcie_share), "pageable_efficiency": _figure(it.pcie_share)})
+        for name, link in profile.links.items()
+    }
+    found = profile.model_copy(update={"devices": devices, "links": links})
+    return found.scaled("ssd", it.storage_share) if profile.storage else found
+
+
+def _figure(value: float) -> Figure[float]:
+    return Figure[float].model_construct(value=value, basis="assumed", source="attained by a runtime")
+
+
+def as_executed(parts: Iterable[Part], it: Attained) -> list[Part]:
+    """Return the works of a step as the runtime's kernels see them: padded, converted, serial, handed over."""
+    return [p._replace(work=_executed(p, it)) for p in parts]
+
+
+def _executed(part: Part, it: Attained) -> Work:
+    work, gpu = part.work, part.work.resource == "gpu"
+    if part.name == "linear attention":
+        return replace(work, kernels=it.linear_kernels)
+    if part.name == "hand-over":
+        return replace(work, overhead_s=it.hand_over_s)
+    if part.name == "attention":
+        if gpu:
+            return replace(work, state_bytes=round(work.state_bytes * it.cache_traffic + (part.half_bytes * 2 if it.converts else 0)))
+        if it.serial_head_token_s:
+            rounds = math.ceil(part.units / it.cores)
+            return replace(work, flops=0.0, state_bytes=0, overhead_s=rounds * part.pairs * it.serial_head_token_s)
+    if part.name == "GPU experts" and it.tile_rows:
+        kernels = it.product_kernels * part.units or work.kernels
+        return replace(work, flops=work.flops * (1 + it.tile_rows * part.units / work.tokens), kernels=kernels)
+    if part.name == "CPU experts":
+        return replace(work, flops=work.flops / it.cpu_expert_share)
+    return work

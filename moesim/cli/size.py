@@ -1,0 +1,49 @@
+"""Owns ``moesim size``: from needs to the machines that meet them."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moesim import report_sizing
+from moesim.cli.options import Format, Output, say
+from moesim.cli.run import progress
+from moesim.errors import EXIT_DOES_NOT_FIT, InputError
+from moesim.prices import load_prices
+from moesim.sizing import size
+from moesim.sizing_needs import load_needs
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+PRINTERS = {
+    Format.text: report_sizing.sizing_text,
+    Format.json: report_sizing.sizing_json,
+    Format.md: report_sizing.sizing_markdown,
+    Format.csv: report_sizing.sizing_csv,
+}
+
+
+@app.command("size", epilog="Example: moesim size chat -o md > chat.md")
+def run(
+    needs: Annotated[str, typer.Argument(metavar="NEEDS", help="A bundled name (see scenarios/needs) or a YAML file.", show_default=False)],
+    output: Output = Format.text,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Prices that take the place of the bundled ones.", show_default=False)
+    ] = None,
+    date: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="The day against which ages of prices are told. [default: today]", show_default=False)
+    ] = None,
+) -> None:
+    """Find the machines and upgrades that meet stated needs, the cheapest first."""
+    try:
+        today = datetime.date.fromisoformat(date) if date is not None else datetime.date.today()
+    except ValueError:
+        raise InputError("--date", expected="a date as YYYY-MM-DD", got=f'"{date}"') from None
+    stated, folder = load_needs(needs)
+    with progress() as tick:
+        found = size(stated, folder, load_prices(prices), today, tick)
+    say(PRINTERS[output](found))
+    if not found.ranked:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)

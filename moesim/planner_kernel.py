@@ -1,0 +1,470 @@
+# mypy: ignore-errors
+"""Owns compiled planning: the tasks of whole steps for the common case, equal to the reference planner's column for column.
+
+The readable truth is ``planner.py``, ``loads.py`` and ``residency.py``, whose words are used here. What is covered, and how a run
+becomes the tables below, ``planner_fast.py`` says. Slots of a layer's pool are alike, so room is counted in slots; an expert has at
+most one layer use ahead of it, so a pin is a flag, and what is pinned for a layer's next use, or passes through for it, is one list.
+
+Functions are compiled without reference counts and inner ones without wrappers for Python: arrays come in from outside, none is made
+here. Constants are NumPy's: a Python integer, as an argument, would compile its function once for every value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from moesim.schedule import Dep, Kind, Outcome
+
+# ``run``: what never changes, then what goes on from step to step, then what each fragment begins anew
+DISTANCE, SOURCE, FAST_KEYS, ATTENTION_CODE, ATTENTION_KINDS, HEAD_LANE, HEAD_COPY_LANE, KEEP, N_MOE = np.arange(9)
+TASK, GATE, DROPPED, STAMP = np.arange(9, 13)
+BASE, N_DEPS, N_WORKS, N_ACCESS = np.arange(13, 17)
+RUN_FIELDS = 17
+NONE, ROUTER, PREVIOUS, BOTH = np.arange(4)  # SOURCE
+# ``steps``: FROM is a step's first place among the rows
+INDEX, TOKENS, FROM, NEW, VARIANT, HEAD_CODE, HEAD_COPY_CODE, FIRST_TASK, LAST_TASK = np.arange(9)
+STEP_FIELDS = 9
+# ``layers``, one row a layer; LAYER is the i-th MoE layer in row i
+MOE, LAYER, LANE, COPY_LANE, SHARED_LANE, LOAD_LANE, ATTENTION_KIND, FFN_CODE, LOAD_CODE, FAST_CODE, LAST_ROUTER = np.arange(11)
+POLICY, CAPACITY, SIZE, UNTOUCHED, NEXT_SLOT, PINS, RING, N_HELD = np.arange(11, 19)  # of its pool
+HELD = np.int64(19)  # from here on: experts that are pinned for the layer's next use, or pass through for it
+STATIC, LRU, LFU = np.arange(3)  # POLICY
+ROUTER_CODE, SHARED_CODE, DENSE_CODE, COMBINE_CODE, COPY_CODE = np.arange(5)  # of a layer in ``codes``
+# ``experts``, a row (of a cache line) an expert of each layer; the row past the last closes the ring of residents, oldest touch first
+SLOT, LOADED_BY, USED_BY, EARLY, NEWER, OLDER, USES, TOUCHED = np.arange(8)
+EXPERT_FIELDS = 8
+ABSENT = np.int64(-1)  # SLOT
+UNUSED, PINNED = np.arange(1, 3)  # EARLY: prefetched and not used since; kept from leaving besides. Not prefetched: 0
+# ``rings``, one row a tier: its transient slots; those given back follow, (slot, what it waits for), oldest first
+FREE, HEAD, N_FREED, FRESH_SLOTS, FRESH_SLOT, FREED = np.arange(6)
+# ``set_``: columns by member of the layer-set, by expert, by room that victims gave back
+EXPERT, TURN, FRESH, GREW, WAIT, FFN, COUNT, MARK, ROOM_SLOT, ROOM_WAIT = np.arange(10)
+SET_FIELDS = 10
+WAITING, NOW, SERVED = np.arange(3)  # TURN
+# rows of ``works``, ``columns`` and ``deps``
+ROW_OF_CODE, CODE_OF_ROW = np.arange(2)
+C_KIND, C_STEP, C_LAYER, C_EXPERT, C_LANE, C_USE_STEP, C_USE_LAYER, C_EARLY, C_SLOT, C_WORK, C_GREW = np.arange(11)
+COLUMNS = 11
+D_START, D_TASK, D_TYPE = np.arange(3)
+
+ATTENTION_TASK, ROUTER_TASK, FFN_TASK, LOAD_TASK = (np.int64(x) for x in (Kind.ATTENTION, Kind.ROUTER, Kind.FFN, Kind.LOAD))
+COPY_TASK, COMBINE_TASK, HEAD_TASK = (np.int64(x) for x in (Kind.COPY, Kind.COMBINE, Kind.HEAD))
+DATA, SLOT_DEP = np.int64(Dep.DATA), np.int64(Dep.SLOT)
+FROM_CACHE, FROM_PREFETCH, MISS = np.int64(Outcome.CACHE), np.int64(Outcome.PREFETCH), np.int64(Outcome.MISS)
+NOTHING, ZERO, ONE = np.arange(-1, 2)
+
+inner = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inlined = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+
+
+@inlined
+def _task(run, works, columns, deps, kind, lane, layer, expert, step, use_step, use_layer, early, grew, slot, code, after, after_too, why):
+    """Append a task that waits for up to two tasks (-1: none) beside those that were written for it already; return its id."""
+    task = run[TASK]
+    d = run[N_DEPS]
+    row = task - run[BASE]
+    gated = run[GATE] >= 0 and d == deps[D_START, row] and after <= run[GATE] and after_too <= run[GATE]
+    if after >= 0:
+        deps[D_TASK, d] = after
+        deps[D_TYPE, d] = DATA
+        d += 1
+    if after_too >= 0:
+        deps[D_TASK, d] = after_too
+        deps[D_TYPE, d] = why
+        d += 1
+    if gated:
+        deps[D_TASK, d] = run[GATE]
+        deps[D_TYPE, d] = DATA
+        d += 1
+    deps[D_START, row + 1] = d
+    if works[ROW_OF_CODE, code] < 0:
+        works[ROW_OF_CODE, code] = run[N_WORKS]
+        works[CODE_OF_ROW, run[N_WORKS]] = code
+        run[N_WORKS] += 1
+    columns[C_KIND, row] = kind
+    columns[C_STEP, row] = step
+    columns[C_LAYER, row] = layer
+    columns[C_EXPERT, row] = expert
+    columns[C_LANE, row] = lane
+    columns[C_USE_STEP, row] = use_step
+    columns[C_USE_LAYER, row] = use_layer
+    columns[C_EARLY, row] = early
+    columns[C_GREW, row] = grew
+    columns[C_SLOT, row] = slot
+    columns[C_WORK, row] = works[ROW_OF_CODE, code]
+    run[N_DEPS] = d
+    run[TASK] = task + 1
+    return task
+
+
+@inner
+def _plain(run, works, columns, deps, kind, lane, layer, step, code, after):
+    """Append a task that is needed where it runs and knows no expert."""
+    return _task(run, works, columns, deps, kind, lane, layer, NOTHING, step, step, layer, ZERO, ZERO, NOTHING, code, after, NOTHING, DATA)
+
+
+@inner
+def _layer_set(rows, first, past, ids, i, set_):
+    """Set down the experts that some rows choose in a layer, ascending, and the tokens of each; return how many there are."""
+    n = 0
+    for r in range(first, past):
+        for k in range(ids.shape[2]):
+            e = ids[rows[r], i, k]
+            if e >= 0:
+                set_[e, COUNT] += 1
+                if set_[e, COUNT] == 1:
+                    m = n
+                    while m > 0 and set_[m - 1, EXPERT] > e:
+                        set_[m, EXPERT] = set_[m - 1, EXPERT]
+                        m -= 1
+                    set_[m, EXPERT] = e
+                    n += 1
+    for m in range(n):
+        set_[m, TURN] = WAITING
+    return n
+
+
+@inner
+def _make_room(pool, home, set_, stamp, missing):
+    """Make residents of a layer leave that are neither pinned nor marked until there is room; False where none may."""
+    end = home.shape[0] - 1
+    n_room = 0
+    while pool[SIZE] + missing > pool[CAPACITY]:
+        found = end
+        e = home[end, NEWER]
+        while e != end:
+            x = home[e]
+            if x[EARLY] != PINNED and set_[e, MARK] != stamp:
+                if found == end:
+                    found = e
+                    if pool[POLICY] == LRU:
+                        break
+                else:  # the fewest uses, then the oldest touch, then the smaller id
+                    more = x[USES] - home[found, USES]
+                    later = x[TOUCHED] - home[found, TOUCHED]
+                    if more < 0 or more == 0 and (later < 0 or later == 0 and e < found):
+                        found = e
+            e = x[NEWER]
+        if found == end:
+            return False
+        x = home[found]
+        room = set_[n_room]
+        home[x[OLDER], NEWER] = x[NEWER]
+        home[x[NEWER], OLDER] = x[OLDER]
+        room[ROOM_SLOT] = x[SLOT]
+        room[ROOM_WAIT] = x[USED_BY] if x[USED_BY] >= 0 else x[LOADED_BY]
+        x[SLOT] = ABSENT
+        n_room += 1
+        pool[SIZE] -= 1
+    return True
+
+
+@inlined
+def _enter(x, slot):
+    x[SLOT] = slot
+    x[LOADED_BY] = -1
+    x[USED_BY] = -1
+    x[EARLY] = 0
+
+
+@inlined
+def _admit(pool, x, room):
+    """Let an expert into its pool, into untouched room if there is any; return (whether that grew, what the room waits for)."""
+    pool[SIZE] += 1
+    if pool[UNTOUCHED] > 0:
+        _enter(x, pool[NEXT_SLOT])
+        pool[UNTOUCHED] -= 1
+        pool[NEXT_SLOT] += 1
+        return ONE, NOTHING
+    _enter(x, room[ROOM_SLOT])
+    return ZERO, room[ROOM_WAIT]
+
+
+@inlined
+def _touch(home, x, e, now):
+    """Make a resident the one touched last."""
+    end = home.shape[0] - 1
+    last = home[end, OLDER]
+    home[last, NEWER] = home[end, OLDER] = e
+    x[OLDER] = last
+    x[NEWER] = end
+    x[TOUCHED] = now
+
+
+@inner
+def _wave(run, pool, home, set_, at, n, now):
+    """Bring in as many members of the set from place ``at`` on as the pool holds beside what is pinned; return the place after them."""
+    run[STAMP] += 1
+    left = pool[CAPACITY] - pool[PINS]
+    missing = 0
+    stop = at
+    while stop < n:
+        e = set_[stop, EXPERT]
+        need = 0 if home[e, EARLY] == PINNED else 1
+        if need > left and stop > at:
+            break
+        left -= need
+        set_[e, MARK] = run[STAMP]
+        if home[e, SLOT] == ABSENT:
+            missing += 1
+        stop += 1
+    _make_room(pool, home, set_, run[STAMP], missing)
+    room = 0
+    for m in range(at, stop):
+        member = set_[m]
+        e = member[EXPERT]
+        x = home[e]
+        member[TURN] = NOW
+        member[FRESH] = 0
+        if x[SLOT] == ABSENT:
+            member[FRESH] = 1
+            member[GREW], member[WAIT] = _admit(pool, x, set_[room])
+            room += 1 - member[GREW]
+        else:
+            home[x[OLDER], NEWER] = x[NEWER]
+            home[x[NEWER], OLDER] = x[OLDER]
+        _touch(home, x, e, now)
+        x[USES] += 1
+    return stop
+
+
+@inner
+def _pass_in(pool, home, rings, e):
+    """Give an absent expert a transient slot; return what that waits for."""
+    ring = rings[pool[RING]]
+    wait = NOTHING
+    ring[FREE] -= 1
+    if ring[FRESH_SLOTS] > 0:
+        _enter(home[e], ring[FRESH_SLOT])
+        ring[FRESH_SLOTS] -= 1
+        ring[FRESH_SLOT] += 1
+    else:
+        at = FREED + 2 * ring[HEAD]
+        _enter(home[e], ring[at])
+        wait = ring[at + 1]
+        ring[HEAD] = (ring[HEAD] + 1) % ((ring.shape[0] - FREED) // 2)
+        ring[N_FREED] -= 1
+    pool[HELD + pool[N_HELD]] = e
+    pool[N_HELD] += 1
+    return wait
+
+
+@inner
+def _let_go(pool, home, rings, set_, all_):
+    """Take back pins and transient slots of a layer use: of all, or of all but the layer-set; in the order in which they came."""
+    kept = 0
+    ring = rings[pool[RING]]
+    for j in range(pool[N_HELD]):
+        e = pool[HELD + j]
+        x = home[e]
+        if all_ == ZERO and set_[e, COUNT] > 0:
+            pool[HELD + kept] = e
+            kept += 1
+        elif pool[POLICY] == STATIC:
+            at = FREED + 2 * ((ring[HEAD] + ring[N_FREED]) % ((ring.shape[0] - FREED) // 2))
+            ring[at] = x[SLOT]
+            ring[at + 1] = x[USED_BY] if x[USED_BY] >= 0 else x[LOADED_BY]
+            ring[N_FREED] += 1
+            ring[FREE] += 1
+            x[SLOT] = ABSENT
+        elif x[EARLY] == PINNED:
+            x[EARLY] = UNUSED
+            pool[PINS] -= 1
+    pool[N_HELD] = kept
+
+
+@inner
+def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, index, n, router):
+    """Loads and FFN tasks of a layer-set, group by group as its members come into place."""
+    i = pool[MOE]
+    lane = pool[LANE]
+    static = pool[POLICY] == STATIC
+    done = 0
+    at = ZERO
+    while done < n:
+        if static:  # what is there, and as many strangers as have slots to pass through
+            for m in range(n):
+                member = set_[m]
+                if member[TURN] == WAITING:
+                    member[FRESH] = 1
+                    member[GREW] = 0
+                    if home[member[EXPERT], SLOT] != ABSENT:
+                        member[TURN] = NOW
+                        member[FRESH] = 0
+                    elif rings[pool[RING], FREE] > 0:
+                        member[TURN] = NOW
+                        member[WAIT] = _pass_in(pool, home, rings, member[EXPERT])
+        else:
+            at = _wave(run, pool, home, set_, at, n, index * run[N_MOE] + i)
+        for m in range(n):
+            member = set_[m]
+            if member[TURN] == NOW and member[FRESH] > 0:
+                e = member[EXPERT]
+                x = home[e]
+                fast = i * (home.shape[0] - 1) + e < run[FAST_KEYS]
+                x[LOADED_BY] = _task(
+                    run, works, columns, deps, LOAD_TASK, pool[LOAD_LANE], layer, e, index, index, layer, ZERO, member[GREW],
+                    x[SLOT], pool[FAST_CODE if fast else LOAD_CODE], router, member[WAIT], SLOT_DEP,
+                )  # fmt: skip
+        for m in range(n):
+            member = set_[m]
+            if member[TURN] == NOW:
+                e = member[EXPERT]
+                x = home[e]
+                row = access[run[N_ACCESS]]
+                load = x[LOADED_BY]
+                code = pool[FFN_CODE] + set_[e, COUNT]
+                ffn = _task(
+                    run, works, columns, deps, FFN_TASK, lane, layer, e, index, index, layer, ZERO, ZERO, x[SLOT], code, router, load, DATA
+                )
+                outcome = MISS if member[FRESH] > 0 else (FROM_PREFETCH if x[EARLY] > 0 else FROM_CACHE)
+                row[0] = index
+                row[1] = layer
+                row[2] = e
+                row[3] = outcome
+                row[4] = ffn
+                row[5] = load
+                run[N_ACCESS] += 1
+                if x[EARLY] == PINNED:
+                    pool[PINS] -= 1
+                x[USED_BY] = ffn
+                x[EARLY] = 0
+                member[TURN] = SERVED
+                set_[done, FFN] = ffn
+                done += 1
+        if static:
+            _let_go(pool, home, rings, set_, ONE)
+
+
+@inner
+def _prefetch(run, steps, rows, predicted, layers, experts, rings, set_, works, columns, deps, s, i, router):
+    """Issue what is predicted for the layer at prefetch distance; it may lie in the next step."""
+    target = i + run[DISTANCE]
+    u = s
+    crosses = False
+    source = run[SOURCE]
+    if target >= run[N_MOE]:
+        target = target - run[N_MOE]
+        u = s + 1
+        crosses = True
+    if target >= run[N_MOE] or u >= steps.shape[0]:
+        return
+    layer = layers[target, LAYER]
+    issue = router
+    pool = layers[layer]
+    home = experts[target]
+    step = steps[u]
+    if source == NONE:
+        issue = NOTHING
+    elif source == PREVIOUS:
+        issue = pool[LAST_ROUTER]  # of this step where it has run, else of the step before
+        if issue < 0:
+            return
+    every = step[NEW] if source == PREVIOUS or source == BOTH or crosses and source == ROUTER else 1
+    run[STAMP] += 1
+    n = 0
+    for k in range(predicted.shape[2]):  # the likeliest of every token first
+        for r in range(step[FROM], step[FROM] + step[TOKENS], every):
+            e = predicted[rows[r], target, k]
+            if e >= 0 and set_[e, MARK] != run[STAMP]:
+                set_[e, MARK] = run[STAMP]
+                set_[n, EXPERT] = e
+                n += 1
+    for m in range(n):
+        e = set_[m, EXPERT]
+        x = home[e]
+        if x[SLOT] != ABSENT:
+            continue
+        grew = ZERO
+        wait = NOTHING
+        early = UNUSED
+        if pool[POLICY] == STATIC:
+            if rings[pool[RING], FREE] <= run[KEEP]:
+                run[DROPPED] += 1
+                continue
+            wait = _pass_in(pool, home, rings, e)
+        else:
+            if pool[PINS] + 2 > pool[CAPACITY] or not _make_room(pool, home, set_, run[STAMP], ONE):
+                run[DROPPED] += 1
+                continue
+            grew, wait = _admit(pool, x, set_[0])
+            _touch(home, x, e, step[INDEX] * run[N_MOE] + target)
+            early = PINNED
+            pool[PINS] += 1
+            pool[HELD + pool[N_HELD]] = e
+            pool[N_HELD] += 1
+        fast = target * (home.shape[0] - 1) + e < run[FAST_KEYS]
+        x[EARLY] = early
+        x[LOADED_BY] = _task(
+            run, works, columns, deps, LOAD_TASK, pool[LOAD_LANE], layer, e, steps[s, INDEX], step[INDEX], layer, ONE, grew,
+            x[SLOT], pool[FAST_CODE if fast else LOAD_CODE], issue, wait, SLOT_DEP,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, _nrt=False, no_cfunc_wrapper=True)
+def plan_steps(n_steps, run, steps, rows, ids, predicted, codes, layers, experts, rings, set_, works, columns, deps, access):
+    """Plan the first ``n_steps`` of ``steps`` (the one after them is there for its prefetches) into the columns; state moves on.
+
+    Parameters
+    ----------
+    run : (RUN_FIELDS,) int64
+    steps : (S, STEP_FIELDS) int64
+    rows : (R,) int64
+        Trace rows of the steps, one after another.
+    ids, predicted : (T, L, K) int16
+    codes : (V, layers, 5) int64
+        Work codes of each layer's parts in steps of each variant (number of tokens).
+    layers, experts, rings, set_ : int64
+        See the names above.
+    works : (2, C) int64
+        Row of each work code in the fragment (-1 before its first use), and the codes in order of first use.
+    columns : (COLUMNS, N) int32
+    deps : (3, D) int64
+        Where the dependencies of each task start, and all of them: task and type.
+    access : (A, 6) int64
+        As in ``Fragment``.
+    """
+    n_layers = layers.shape[0]
+    for s in range(n_steps):
+        step = steps[s]
+        index = step[INDEX]
+        first = step[FROM]
+        step[FIRST_TASK] = run[TASK]
+        last = NOTHING  # what the next task waits for
+        for layer in range(n_layers):
+            pool = layers[layer]
+            code = codes[step[VARIANT], layer]
+            i = pool[MOE]
+            lane = pool[LANE]
+            if pool[COPY_LANE] >= 0:
+                last = _plain(run, works, columns, deps, COPY_TASK, pool[COPY_LANE], layer, index, code[COPY_CODE], last)
+            kind = run[ATTENTION_CODE] + s * run[ATTENTION_KINDS] + pool[ATTENTION_KIND]
+            last = _plain(run, works, columns, deps, ATTENTION_TASK, lane, layer, index, kind, last)
+            if i < 0:
+                last = _plain(run, works, columns, deps, FFN_TASK, lane, layer, index, code[DENSE_CODE], last)
+                continue
+            router = _plain(run, works, columns, deps, ROUTER_TASK, lane, layer, index, code[ROUTER_CODE], last)
+            pool[LAST_ROUTER] = router
+            shared = NOTHING
+            if pool[SHARED_LANE] >= 0:
+                shared = _plain(run, works, columns, deps, FFN_TASK, pool[SHARED_LANE], layer, index, code[SHARED_CODE], last)
+            home = experts[i]
+            n = _layer_set(rows, first, first + step[TOKENS], ids, i, set_)
+            _let_go(pool, home, rings, set_, ZERO)  # the set is known: mispredicted experts may leave
+            _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, index, n, router)
+            _let_go(pool, home, rings, set_, ONE)
+            for m in range(n):
+                set_[set_[m, EXPERT], COUNT] = 0
+                deps[D_TASK, run[N_DEPS]] = set_[m, FFN]
+                deps[D_TYPE, run[N_DEPS]] = DATA
+                run[N_DEPS] += 1
+            if n == 0 and shared < 0:
+                shared = router
+            last = _plain(run, works, columns, deps, COMBINE_TASK, lane, layer, index, code[COMBINE_CODE], shared)
+            if run[DISTANCE] > 0:
+                _prefetch(run, steps, rows, predicted, layers, experts, rings, set_, works, columns, deps, s, i, router)
+        if run[HEAD_COPY_LANE] >= 0:
+            last = _plain(run, works, columns, deps, COPY_TASK, run[HEAD_COPY_LANE], n_layers, index, step[HEAD_COPY_CODE], last)
+        last = _plain(run, works, columns, deps, HEAD_TASK, run[HEAD_LANE], n_layers, index, step[HEAD_CODE], last)
+        step[LAST_TASK] = run[GATE] = last
