@@ -4,7 +4,7 @@
     python benchmarks/fit_field.py ../shared/field_runs --write    # writes attained.yaml (values, spreads) and attained_without_host.csv
 
 Method: robust least squares (Huber, Levenberg-Marquardt) on the logarithm of predicted over measured speed, in the logarithm of the rates, with
-a wide prior (a factor of 2) around what physics and single public reports suggest. Each machine and placement weighs as the square root of its
+a prior (a factor of 1.5) around what physics and single public reports suggest. Each machine and placement weighs as the square root of its
 number of rows. Predictions are the program's own (``field_run``), nothing is fitted to a formula beside it. Leave-host-group-out fits start
 from the full fit and keep its Jacobian (chord iterations).
 """
@@ -32,9 +32,10 @@ PRIOR = {  # where the fit starts and what it is drawn to where rows say little
     "server_attention_share": 0.45, "cpu_serial_head_token": 1e-7, "gpu_prefill_share": 0.25, "gpu_prefill_attention_share": 0.3,
     "cpu_prefill_flops_wide": 1.6e11, "cpu_prefill_flops_narrow": 6e10, "cpu_prefill_plain_share": 0.33, "pageable_bytes_per_s": 1e10, "storage_share": 0.5,
 }  # fmt: skip
-PRIOR_SD = np.log(2.0)
+PRIOR_SD = np.log(1.5)
 NOISE = {"decode": 0.15, "batched decode": 0.15, "prefill": 0.25}
 SSD_NOISE = 0.6
+FEWEST = 10  # rows from which an interval is taken
 HUBER = 1.0  # in units of the noise
 SAME_CHIP = (("GB10",),)  # hosts whose cards carry such a name are one chip, and are left out together
 
@@ -209,6 +210,8 @@ def write_spreads(folder: str) -> None:
             errors.setdefault((p.case.placement, p.case.mode), {}).setdefault(warm, []).append(abs(p.log_error))
     lines = ["spreads:"]
     for (placement, mode), found in sorted(errors.items()):
+        if len(found[False]) < FEWEST:  # the widest interval of its mode stands in
+            continue
         cold, warm_ratio = (float(np.exp(np.quantile(found.get(w) or found[False], 0.8))) for w in (False, True))
         lines.append(f"  - {{placement: {placement}, mode: {mode}, cold: {max(cold, 1.05):.3f}, warm: {max(warm_ratio, 1.05):.3f}}}")
     path.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")

@@ -70,7 +70,9 @@ def _purchases(case: Case) -> Iterator[Change]:
     for name, tier in hw.tiers.items():
         if kind(name) != "ssd":
             more = MORE_VRAM if kind(name) == "vram" else MORE_RAM
-            yield Change(f"+{more // GIB} GiB {name}", "buy", ((f"hardware_set.tiers.{name}.capacity.value", f"{tier.capacity.value + more} B"),))
+            yield Change(
+                f"+{more // GIB} GiB {name}", "buy", ((f"hardware_set.tiers.{name}.capacity.value", f"{tier.capacity.value + more} B"),)
+            )
             yield Change(f"2 x {name} bandwidth", "buy", ((f"{SCALE}.{tier.channel}", 2.0),))
     yield from _next_pcie(hw)
     yield _second_gpu(case)
@@ -103,7 +105,11 @@ def _second_gpu(case: Case) -> Change:
     plain = machine(Document(case.document.data | {"derate": 1.0}, case.document.source), case.base)
     data, tier = plain.model_dump(mode="json"), plain.devices["gpu"].tier
     links = {key: link for key, link in plain.links.items() if tier in (link.source, link.target)}
-    renamed = {tier: f"{tier}1", hw.tiers[tier].channel: f"{hw.tiers[tier].channel}1", **{x.channel: f"{x.channel}1" for x in links.values()}}
+    renamed = {
+        tier: f"{tier}1",
+        hw.tiers[tier].channel: f"{hw.tiers[tier].channel}1",
+        **{x.channel: f"{x.channel}1" for x in links.values()},
+    }
 
     def copied(item: Mapping[str, Any]) -> dict[str, Any]:
         return {key: renamed.get(value, value) if key in ("tier", "channel", "source", "target") else value for key, value in item.items()}
@@ -120,7 +126,9 @@ def _second_gpu(case: Case) -> Change:
         settings.append((f"hardware_set.links.{link_name}", {**across, "source": source, "target": target, "channel": channel}))
     half = f"{case.model.n_layers // 2}-{case.model.n_layers - 1}"
     rules = [{"layers": half, "part": part, "device": "gpu1"} for part in ("attention", "routed_experts")]
-    return Change(name, "buy", (*settings, ("placement.layers", rules)), "layers cut in two halves, one card after the other; no tensor parallelism")
+    return Change(
+        name, "buy", (*settings, ("placement.layers", rules)), "layers cut in two halves, one card after the other; no tensor parallelism"
+    )
 
 
 def _switches(case: Case) -> Iterator[Change]:
@@ -186,7 +194,9 @@ def _precision_steps(case: Case) -> Iterator[Change]:
 
 
 def _bounds(case: Case) -> Iterator[Change]:
-    yield Change("a perfect predictor", "bound", (("prefetch.predictor", "oracle"), ("prefetch.distance", max(case.scenario.prefetch.distance, 1))))
+    yield Change(
+        "a perfect predictor", "bound", (("prefetch.predictor", "oracle"), ("prefetch.distance", max(case.scenario.prefetch.distance, 1)))
+    )
     for tier, pool in case.layout.pools.items():
         if tier in ("vram", "ram", "unified") and any(count < case.model.n_experts for count in pool.counts):
             settings = ((f"placement.pools.{tier}.policy", "belady"), (f"placement.pools.{tier}.warm", True))
@@ -227,7 +237,9 @@ def changed_case(case: Case, settings: Sequence[tuple[str, Any]]) -> tuple[Case,
     document = assemble(Document(data, case.document.source, case.document.lines), scales, case.base)
     scenario = config.build(Scenario, document).model_copy(update={"name": case.scenario.name, "engine": case.scenario.engine})
     out = make_case(scenario, document, case.base)
-    if "routing" in case.__dict__ and all(getattr(scenario, x) == getattr(case.scenario, x) for x in ("model", "trace", "workload", "seed")):
+    if "routing" in case.__dict__ and all(
+        getattr(scenario, x) == getattr(case.scenario, x) for x in ("model", "trace", "workload", "seed")
+    ):
         out.__dict__["routing"] = case.routing
     return out, _assignments(case.document, settings, document)
 
@@ -267,5 +279,7 @@ def command(scenario: str, assignments: Sequence[str], verb: str = "run") -> str
 
 
 def _short(error: InputError) -> str:
-    text = f"{error.what}: " + ", ".join(x for x in (error.expected and f"expected {error.expected}", error.got and f"got {error.got}") if x)
+    text = f"{error.what}: " + ", ".join(
+        x for x in (error.expected and f"expected {error.expected}", error.got and f"got {error.got}") if x
+    )
     return text if len(text) <= 160 else text[:157] + "..."

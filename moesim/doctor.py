@@ -118,7 +118,9 @@ def _out_of_memory(result: Result) -> Finding:
     oom = result.oom or {}
     over, usable = show(oom["needed_bytes"] - oom["usable_bytes"], "bytes"), show(oom["usable_bytes"], "bytes")
     evidence = f"{oom['asked_by']} needs {over} more than the {usable} usable in {oom['tier']}"
-    advice = f"a context of at most {oom['max_context_tokens']:,} tokens would fit" if oom["max_context_tokens"] >= 0 else "hold fewer experts"
+    advice = (
+        f"a context of at most {oom['max_context_tokens']:,} tokens would fit" if oom["max_context_tokens"] >= 0 else "hold fewer experts"
+    )
     return Finding(Suspicion("out-of-memory", "M5, M8", "the run does not fit", evidence, (), None, advice), None, None, "", ())
 
 
@@ -132,5 +134,7 @@ def _against(stated: Case, measured: Case, speed: float) -> Finding:
         if name in rates
     ]
     evidence = f"{stated.hardware.name} was counted with {before:.3g} tok/s, measured it is {speed:.3g}; {', '.join(parts)}"
-    doubt = Suspicion("not-as-stated", "B1, W3", "the measured machine differs from the stated one", evidence, (), None, "plan with the measured one")
+    doubt = Suspicion(
+        "not-as-stated", "B1, W3", "the measured machine differs from the stated one", evidence, (), None, "plan with the measured one"
+    )
     return Finding(doubt, None, None, "", ())

@@ -97,7 +97,9 @@ def _reading(case: Case) -> Iterator[Suspicion]:
                         (("io.engine", "direct"),))  # fmt: skip
     odd = sum(size % BLOCK != 0 for size in layout.expert_bytes if size)
     if io.engine == "direct" and odd and io.align % BLOCK:
-        evidence = f"experts of {odd} layers are no multiple of {BLOCK} B (io.align = {io.align}); direct reads need that, or read the edges twice"
+        evidence = (
+            f"experts of {odd} layers are no multiple of {BLOCK} B (io.align = {io.align}); direct reads need that, or read the edges twice"
+        )
         yield Suspicion("unaligned-experts", "P5", "experts are not aligned to the drive's blocks", evidence, (("io.align", f"{BLOCK} B"),))
 
 
@@ -129,15 +131,15 @@ def _memory(case: Case) -> Iterator[Suspicion]:
     used = work.cached_tokens + work.prompt_tokens + work.output_tokens
     if memory.kv == "maximum" and memory.kv_bytes is None and layout.context_tokens > 2 * used:
         planned, real = (sum(layout.kv_bytes(tier, n) for tier in layout.kv_tiers) for n in (layout.context_tokens, used))
-        evidence = (
-            f"{show(planned, 'bytes')} are reserved for {layout.context_tokens:,} tokens; this run reaches {used:,} and {show(real, 'bytes')}"
-        )
+        evidence = f"{show(planned, 'bytes')} are reserved for {layout.context_tokens:,} tokens; this run reaches {used:,} and {show(real, 'bytes')}"
         yield Suspicion("kv-at-maximum", "M5, M10", "the KV cache is reserved at its maximum", evidence,
                         (("memory.kv", "paged"), ("memory.kv_from_experts", True)))  # fmt: skip
     queues = sum(line.bytes for line in layout.buffer_lines() if line.name == "hand-over queues")
     if pipeline.queue_depth > DEEP_QUEUE and queues:
         evidence = f"{pipeline.queue_depth} items wait at most: {show(queues, 'bytes')}"
-        yield Suspicion("unbounded-queue", "M7, H2", "the hand-over queue is so deep that it bounds nothing", evidence, (("pipeline.queue_depth", 2),))
+        yield Suspicion(
+            "unbounded-queue", "M7, H2", "the hand-over queue is so deep that it bounds nothing", evidence, (("pipeline.queue_depth", 2),)
+        )
 
 
 def _full(case: Case) -> Iterator[Suspicion]:
@@ -152,7 +154,9 @@ def _full(case: Case) -> Iterator[Suspicion]:
         settings = ((f"placement.pools.{tier}.hold", min(pool.counts) - 1),)
     left = show(layout.ledger.left_bytes(tier), "bytes")
     evidence = f"{tier} has {left} left; {most:,} tokens of context fit and {planned:,} are planned"
-    yield Suspicion("memory-nearly-full", "M5, M8", "memory is nearly full", evidence, settings, None, "the change buys margin and costs speed")
+    yield Suspicion(
+        "memory-nearly-full", "M5, M8", "memory is nearly full", evidence, settings, None, "the change buys margin and costs speed"
+    )
 
 
 def _prefetch(case: Case, data: Mapping[str, Any]) -> Iterator[Suspicion]:
@@ -174,7 +178,9 @@ def _prefetch(case: Case, data: Mapping[str, Any]) -> Iterator[Suspicion]:
     for distance in (prefetch.distance - 1, prefetch.distance + 1, prefetch.distance + 2):
         room = (("prefetch.buffers", distance + 1),) if prefetch.into == "buffers" and distance >= prefetch.buffers else ()
         settings = (("prefetch.distance", distance), *room) if distance else (("prefetch.predictor", "none"),)
-        yield Suspicion("prefetch-distance", "P4", f"prefetch distance {prefetch.distance} does not suit the ratio", evidence, settings, WORTH)
+        yield Suspicion(
+            "prefetch-distance", "P4", f"prefetch distance {prefetch.distance} does not suit the ratio", evidence, settings, WORTH
+        )
 
 
 def _caches(case: Case, data: Mapping[str, Any]) -> Iterator[Suspicion]:
@@ -200,7 +206,9 @@ def _site(case: Case, data: Mapping[str, Any]) -> Iterator[Suspicion]:
     if placement.site == "fetch" and share > SHARE:
         evidence = f"copies to the card are {share:.0%} of the critical path"
         settings = (("placement.site", "in-place"), ("prefetch.predictor", "none"))
-        yield Suspicion("fetch-over-link", "T4, S1", "experts are fetched that the CPU could compute where they lie", evidence, settings, WORTH)
+        yield Suspicion(
+            "fetch-over-link", "T4, S1", "experts are fetched that the CPU could compute where they lie", evidence, settings, WORTH
+        )
 
 
 def _quality(case: Case) -> Iterator[Suspicion]:

@@ -167,7 +167,9 @@ def find_knob(case: Case, name: str) -> Knob:
         return every[plain]
     if plain in short:
         return short[plain]
-    raise InputError("--vary", expected="a figure of the machine or a path of the scenario", got=f'"{name}"', fix=did_you_mean(plain, every))
+    raise InputError(
+        "--vary", expected="a figure of the machine or a path of the scenario", got=f'"{name}"', fix=did_you_mean(plain, every)
+    )
 
 
 def turn(hardware: HardwareProfile, knob: Knob, factor: float) -> HardwareProfile:

@@ -53,7 +53,15 @@ def tornado(answer: WhatIf, ax: Axes | None = None) -> Axes:
         for end, factor, colour in ((e.at_low, e.knob.low, _LIGHT), (e.at_high, e.knob.high, _DARK)):
             ax.barh(y, end - answer.speed, left=answer.speed, height=0.55, color=colour)
             side = "left" if end >= answer.speed else "right"
-            ax.annotate(f"{factor - 1:+.0%}", (end, y), xytext=(3 if side == "left" else -3, 0), textcoords="offset points", ha=side, va="center", fontsize=7)
+            ax.annotate(
+                f"{factor - 1:+.0%}",
+                (end, y),
+                xytext=(3 if side == "left" else -3, 0),
+                textcoords="offset points",
+                ha=side,
+                va="center",
+                fontsize=7,
+            )
     ax.axvline(answer.speed, color=_DARK, linewidth=0.8)
     if answer.interval:
         ax.axvspan(answer.interval.low, answer.interval.high, color=_LIGHT, alpha=0.2, linewidth=0)
@@ -74,10 +82,26 @@ def plot_curve(c: Curve, ax: Axes | None = None) -> Axes:
     ax.plot([p.value / scale for p in points], [p.speed for p in points], marker="o", markersize=3.5, color=_DARK, linewidth=1.2)
     for knee in c.knees:
         ax.axvline(knee.value / scale, color=_KNEE, linestyle="--", linewidth=0.9)
-        ax.annotate(knee.why, (knee.value / scale, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7, color=_KNEE, ha="right", va="bottom")
+        ax.annotate(
+            knee.why,
+            (knee.value / scale, 0.02),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            fontsize=7,
+            color=_KNEE,
+            ha="right",
+            va="bottom",
+        )
     if c.now is not None and points and points[0].value <= c.now <= points[-1].value:
         ax.axvline(c.now / scale, color=_LIGHT, linewidth=1.0)
-        ax.annotate(f"now {show(c.now, c.unit)}" if unit else f"now {c.now:.3g}", (c.now / scale, 0.98), xycoords=("data", "axes fraction"), fontsize=7, ha="left", va="top")
+        ax.annotate(
+            f"now {show(c.now, c.unit)}" if unit else f"now {c.now:.3g}",
+            (c.now / scale, 0.98),
+            xycoords=("data", "axes fraction"),
+            fontsize=7,
+            ha="left",
+            va="top",
+        )
     if c.log:
         ax.set_xscale("log")
     ax.set_ylim(bottom=0)

@@ -47,7 +47,9 @@ class PriceTable(Spec):
                     raise refuse(f"one of {', '.join(names)}", f'"{name}"')
         for name, price in (*self.parts.items(), *self.memory.items(), *self.hosts.items()):
             if price.currency != self.currency and price.currency not in self.rates:
-                raise refuse(f"prices in {self.currency}, or a rate", f"{name} in {price.currency}", f"add rates: {{{price.currency}: ...}}")
+                raise refuse(
+                    f"prices in {self.currency}, or a rate", f"{name} in {price.currency}", f"add rates: {{{price.currency}: ...}}"
+                )
         return self
 
     def worth(self, price: Price) -> float:

@@ -87,12 +87,16 @@ def words(sizing: Sizing) -> list[str]:
             f"With {v.experts} experts and {v.switches} it decodes {v.speed:.3g} tok/s a user ({percent(INTERVAL, 0)} interval {low:.3g} to {high:.3g}), "
             f"limited by the {v.lane}."
         )
+        if sizing.needs.batch is not None:
+            out.append(f"In the time it could do {v.reached:.3g} times as many requests; more than that, or longer documents, and it fails on speed.")
         if best.growth is not None:
             out.append(f"As load grows: {growth_text(best.growth)}.")
     old = [line for line in best.lines if line.outdated(sizing.today)] if best else []
     if old:
         names = ", ".join(f"{line.what} ({line.price.date})" for line in old if line.price)
-        out.append(f"Outdated prices, older than {OLD_DAYS} days on {sizing.today}: {names}. Correct them in a file for --prices before you buy.")
+        out.append(
+            f"Outdated prices, older than {OLD_DAYS} days on {sizing.today}: {names}. Correct them in a file for --prices before you buy."
+        )
     return out
 
 
@@ -109,15 +113,26 @@ def _tables(sizing: Sizing) -> list[Table]:
     head = ["machine", "price", "tok/s", "interval", "TTFT", "left", "watts", "experts, switches"]
     if sizing.needs.batch:
         head.insert(3, "requests/h")
-    for title, options in (("meet the needs, the cheapest first; each is faster than all cheaper ones", sizing.ranked), ("meet the needs above the budget", sizing.above)):
+    for title, options in (
+        ("meet the needs, the cheapest first; each is faster than all cheaper ones", sizing.ranked),
+        ("meet the needs above the budget", sizing.above),
+    ):
         if options:
             out.append((title, head, [_row(sizing, o, i) for o in options for i in range(len(o.verdicts))]))
     if sizing.misses:
-        rows = [[m.option.machine, _money(sizing, m.option.cost), _short(sizing, m.option.worst), _cure(sizing, m.fix)] for m in sizing.misses]
+        rows = [
+            [m.option.machine, _money(sizing, m.option.cost), _short(sizing, m.option.worst), _cure(sizing, m.fix)] for m in sizing.misses
+        ]
         out.append(("miss the needs, the nearest first", ["machine", "price", "what it lacks", "cheapest single cure"], rows))
     if sizing.values and sizing.base is not None:
         rows = [[f.step.label, _money(sizing, f.cost), *_gain(sizing.base, f), _got(f.option.worst)] for f in sizing.values]
-        out.append((f"what upgrades of {sizing.base.machine} are worth, all with {sizing.formats[-1]} experts", ["upgrade", "price", "gain", "per 1,000", "then"], rows))
+        out.append(
+            (
+                f"what upgrades of {sizing.base.machine} are worth, all with {sizing.formats[-1]} experts",
+                ["upgrade", "price", "gain", "per 1,000", "then"],
+                rows,
+            )
+        )
     return out
 
 
@@ -161,7 +176,11 @@ def _short(sizing: Sizing, v: Verdict) -> str:
 
 
 def _cure(sizing: Sizing, fix: Fix | None) -> str:
-    return "none in one step of those judged" if fix is None else f"{fix.step.label}: {_money(sizing, fix.cost)}, then {_got(fix.option.worst)}"
+    return (
+        "none in one step of those judged"
+        if fix is None
+        else f"{fix.step.label}: {_money(sizing, fix.cost)}, then {_got(fix.option.worst)}"
+    )
 
 
 def _gain(base: Option, fix: Fix) -> list[str]:
@@ -173,8 +192,13 @@ def _gain(base: Option, fix: Fix) -> list[str]:
     if math.isnan(new):
         return ["does not fit", "-"]
     gain, unit = new - old, "requests/h" if batch else "tok/s"
-    text = f"{gain:+.3g} {unit}" if abs(gain) > 1e-3 * new else "0"
-    return [text, f"{1000 * gain / fix.cost:+.3g}" if fix.cost and text != "0" else "-"]
+    if abs(gain) <= 1e-3 * new:
+        return ["0", "-"]
+    return [f"{_signed(gain)} {unit}", _signed(1000 * gain / fix.cost) if fix.cost else "-"]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+,.0f}" if abs(value) >= 100 else f"{value:+.3g}"
 
 
 def _details(sizing: Sizing, option: Option) -> list[str]:

@@ -222,7 +222,7 @@ def make_case(scenario: Scenario, document: Document | None = None, base: Path |
         plan.check_layers(model.n_layers)
     except InputError as error:
         raise error.under("precision").at(at("precision")) from None
-    hardware = _hardware(scenario, base, at)
+    hardware = machine_of(scenario, base, at)
     try:
         layout = Layout(scenario, model, plan, hardware)
     except InputError as error:
@@ -230,7 +230,7 @@ def make_case(scenario: Scenario, document: Document | None = None, base: Path |
     return Case(scenario, model, plan, hardware, layout, document, base)
 
 
-def _hardware(scenario: Scenario, base: Path, at: Callable[[str], str]) -> HardwareProfile:
+def machine_of(scenario: Scenario, base: Path, at: Callable[[str], str]) -> HardwareProfile:
     hardware = find_hardware(scenario.hardware, base, at("hardware"))
     if scenario.hardware_set:
         data = _overlay(hardware.model_dump(mode="json"), scenario.hardware_set)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moesim.errors import InputError
+from moesim.hardware_grammar import read_parts
 from moesim.prices import PriceLine, PriceTable, price_lines, total, upgrade_lines
 from moesim.sizing_machines import RULE, Upgrade, candidates, canonical, upgrades
 from moesim.sizing_needs import Needs
@@ -130,6 +131,14 @@ class _Search:
         need = self.needs.level.decode_tok_s if self.needs.level else 1e-9
         return all(self.judge.bound(machine, model, floor) >= need for model in self.needs.models)
 
+    def fastest(self, machines: list[str]) -> list[str]:
+        """Return the machines with the highest bounds, where bounds rule out all: those within the budget, or any if there is none."""
+        floor = self.judge.formats()[-1]
+        costs = {m: total(self.lines(m)) for m in machines}
+        within = [m for m in machines if (cost := costs[m]) is not None and cost <= self.budget] or machines
+        bounds = {m: min(self.judge.bound(m, model, floor) for model in self.needs.models) for m in within}
+        return sorted(within, key=lambda m: -bounds[m])[:2]
+
     def fixes(self, option: Option, most: int = MOST_FIXES) -> list[Fix]:
         """Return the single steps from a machine, judged, the cheapest first."""
         here = price_lines(option.machine, self.table)
@@ -138,9 +147,7 @@ class _Search:
         return [Fix(step, cost, self.option(step.machine)) for cost, step in steps[:most]]
 
 
-def size(
-    needs: Needs, folder: Path, table: PriceTable, today: datetime.date, progress: Callable[[int, int], None] | None = None
-) -> Sizing:
+def size(needs: Needs, folder: Path, table: PriceTable, today: datetime.date, progress: Callable[[int, int], None] | None = None) -> Sizing:
     """Find the machines that meet needs.
 
     Parameters
@@ -174,6 +181,9 @@ def size(
     tried = [search.options[m] for m in within if m in search.options and search.options[m].reached < 1]
     if search.owned and search.owned not in search.options:
         tried.append(search.option(search.owned))
+    if not met and not above:
+        tried += [option for machine, option in search.options.items() if machine in beyond and option not in tried]
+        tried = tried or [search.option(m) for m in search.fastest(pool)]
     tried.sort(key=lambda o: -o.reached)
     misses = tuple(_miss(search, option, first=i == 0 or option.owned) for i, option in enumerate(tried[:SHOWN_MISSES]))
     ranked, above = [_finished(judge, o) for o in met], [_finished(judge, o) for o in above]
@@ -194,8 +204,14 @@ def _pool(search: _Search, weight_bytes: int) -> tuple[list[str], str]:
     steps = [step.machine for text in own for step in upgrades(text)]
     pairs = [step.machine for text in steps for step in upgrades(text)]
     if own:
-        rule += "; what is owned, with one or two upgrades of memory, card and drive"
+        rule += "; what is owned, with one or two upgrades of memory, card and drive, in place of other machines around the same chip"
+        usual = [text for text in usual if text and not _hosts(text) & _hosts(search.owned)]
     return list(dict.fromkeys([*own, *steps, *pairs, *(text for text in usual if text)])), rule
+
+
+def _hosts(machine: str) -> set[str]:
+    parts = read_parts(machine)
+    return set(parts.cpus) | set(parts.socs)
 
 
 def _in_table(needs: Needs, table: PriceTable) -> float:
@@ -204,7 +220,9 @@ def _in_table(needs: Needs, table: PriceTable) -> float:
     if budget.currency == table.currency:
         return budget.amount
     if budget.currency not in table.rates:
-        raise InputError("budget.currency", expected=f"{table.currency}, or a rate in the price table", got=budget.currency, fix="add it to rates")
+        raise InputError(
+            "budget.currency", expected=f"{table.currency}, or a rate in the price table", got=budget.currency, fix="add it to rates"
+        )
     return budget.amount * table.rates[budget.currency]
 
 

@@ -31,7 +31,13 @@ _SOCS = (
     ("m3-ultra", (96, 256, 512), "apple-ssd-pro"),
 )  # fmt: skip
 _CARD_STEPS = ("rtx-5060-ti-16gb", "rtx-3090", "rtx-5090", "rtx-pro-6000-blackwell")
-_DRIVE_STEPS = {"sata": "nvme-gen4", "nvme-gen3": "nvme-gen4", "nvme-gen3-qlc": "nvme-gen4", "nvme-gen4-dramless": "nvme-gen4", "nvme-gen4": "nvme-gen5"}
+_DRIVE_STEPS = {
+    "sata": "nvme-gen4",
+    "nvme-gen3": "nvme-gen4",
+    "nvme-gen3-qlc": "nvme-gen4",
+    "nvme-gen4-dramless": "nvme-gen4",
+    "nvme-gen4": "nvme-gen5",
+}
 TB = 10**12
 
 

@@ -83,6 +83,7 @@ class Judge:
         self._document, self._base = config.read_yaml(path), path.parent
         self._routings: dict[str, Routing] = {}
         self._machines: dict[str, HardwareProfile] = {}
+        self._likes: dict[str, str] = {}
         self._done: dict[str, tuple[Case, Result]] = {}
         self._models = {name: load_model(name, folder) for name in needs.models}
         self.n_runs = 0
@@ -136,7 +137,9 @@ class Judge:
             "workload": {"prompt_tokens": 0, "output_tokens": tokens, "batch": users, "cached_tokens": max(context - tokens, 0)},
             "memory": {"runtime": "0.8 GB", "context_tokens": context, "workspace": f"{workspace} B"},
         }
-        if profile := _like(spec, model):
+        if model not in self._likes:
+            self._likes[model] = _like(spec, model)
+        if profile := self._likes[model]:
             out["trace"] = {"generate": "like", "profile": profile, "train_fraction": 0.5}
         return out
 
@@ -165,9 +168,12 @@ class Judge:
         if self._layout(settings | static, all_held=True):
             return [("all in VRAM" if len(cards) == 1 else f"all in VRAM, layers over {len(cards)} cards", static)]
         below: Settings = {"placement.pools.ram": {"hold": "fit", "policy": "static"}}
-        out = [("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"})]
+        out: list[tuple[str, Settings]] = [("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"})]
         if len(cards) == 1:
-            lru = {"placement.pools.vram": {"hold": "fit", "policy": "lru", "warm": True}, "prefetch": {"predictor": "cooccurrence", "distance": 1}}
+            lru = {
+                "placement.pools.vram": {"hold": "fit", "policy": "lru", "warm": True},
+                "prefetch": {"predictor": "cooccurrence", "distance": 1},
+            }
             out.append(("LRU cache in VRAM over RAM, prefetch", lru | below))
         return out
 
@@ -217,15 +223,15 @@ class Judge:
     def refined(self, verdict: Verdict) -> Verdict:
         """Return the most precise arrangement that still meets the needs, found from the least precise upwards."""
         for experts in reversed(self.formats()[:-1]):
-            found = self._fastest(verdict.machine, verdict.model, experts)
+            found = self._fastest(verdict.machine, verdict.model, experts, (verdict.users,))
             if found.reached < 1:
                 break
             verdict = found
         return verdict
 
-    def _fastest(self, machine: str, model: str, experts: str) -> Verdict:
+    def _fastest(self, machine: str, model: str, experts: str, loads: tuple[int, ...] = ()) -> Verdict:
         needs, found = self.needs, []
-        for users in BATCHES if needs.batch else (needs.users,):
+        for users in loads or (BATCHES if needs.batch else (needs.users,)):
             settings = self.settings(machine, model, experts, users, needs.context)
             try:
                 found += [self.judged(settings | extra, label) for label, extra in self.arrangements(machine, settings)]

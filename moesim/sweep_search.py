@@ -1,8 +1,8 @@
 """Owns the search of large spaces through Optuna: which points to compute next, given those that have been.
 
 Axes are suggested as positions in their lists: of ordered axes as whole numbers, so that neighbours inform each other, of others as
-choices. A search begins with a balanced design, in which every value of every axis occurs about equally often; then half of each batch is
-the sampler's, and half are points that differ from the best one so far in one axis. Points are told in order, in batches of a fixed
+choices. A search begins with a balanced design, in which every value of every axis occurs about equally often; then one point of each batch is
+the sampler's, and the others are points that differ from the best one so far in one axis. Points are told in order, in batches of a fixed
 size, so that a seed gives the same points on any number of cores.
 """
 
@@ -76,7 +76,7 @@ def search(
     repeated = optuna.trial.TrialState.FAIL
     while len(tried) < min(trials, space.most_points):
         n = min(BATCH, trials - len(tried))
-        wanted = [start.pop() for _ in range(min(n, len(start)))] or _neighbours(space, best.choice, tried, rng)[: n // 2]
+        wanted = [start.pop() for _ in range(min(n, len(start)))] or _neighbours(space, best.choice, tried, rng)[: n - 1]
         asked = _ask(study, repeated, space, tried, n, wanted, rng)
         if not asked:
             break

@@ -22,7 +22,7 @@ from moesim.errors import InputError, did_you_mean
 from moesim.hardware import HardwareProfile
 from moesim.precision import plan_from
 from moesim.scenario import Scenario
-from moesim.simulate import _hardware as machine_of
+from moesim.simulate import machine_of
 from moesim.sweep_paths import SCALE, put
 from moesim.sweep_spec import Axis, Option, SweepSpec, axes_of
 

@@ -54,7 +54,12 @@ def compute(chunk: Chunk) -> list[Row]:
         If this worker runs another version of the code, or finds other files under the same names, than the one that sent the chunk.
     """
     if chunk.code != code_identity():
-        raise InputError("worker", expected=f"code {chunk.code}", got=code_identity(), fix="install the same version on every host")
+        raise InputError(
+            "worker",
+            expected=f"code {chunk.code}",
+            got=code_identity(),
+            fix="install the same version on every host; run again if it was edited meanwhile",
+        )
     for name, identity in chunk.files:
         if file_identity(name, chunk.folder) != identity:
             raise InputError("worker", expected=f"the same file {name} on every host", got="another, or none", fix="share the folder")

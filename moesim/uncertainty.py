@@ -138,7 +138,13 @@ def interval(replay: Replay, found: Sequence[Effect], draws: int, seed: int) -> 
     names = [e.knob.name for e in moving]
     ranks = [_rank_correlation(factors[:, i], speeds) for i in range(len(moving))]
     return Interval(
-        float(low), float(median), float(high), draws, dict(zip(names, shares, strict=True)), dict(zip(names, ranks, strict=True)), explained
+        float(low),
+        float(median),
+        float(high),
+        draws,
+        dict(zip(names, shares, strict=True)),
+        dict(zip(names, ranks, strict=True)),
+        explained,
     )
 
 

@@ -153,7 +153,9 @@ def whatif(
         outcomes.append(attempt(replay.case, change))
         if progress is not None:
             progress(len(outcomes), len(tries))
-    outcomes = [o for group in ("buy", "switch", "bound") for o in sorted((x for x in outcomes if x.change.group == group), key=_worst_last)]
+    outcomes = [
+        o for group in ("buy", "switch", "bound") for o in sorted((x for x in outcomes if x.change.group == group), key=_worst_last)
+    ]
     if not ran:
         return WhatIf(name, assignments, replay.result, data, math.nan, None, (), (), None, tuple(outcomes), curves)
     found = effects(replay, not quick)

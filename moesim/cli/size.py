@@ -33,7 +33,8 @@ def run(
         Path | None, typer.Option(metavar="FILE.yaml", help="Prices that take the place of the bundled ones.", show_default=False)
     ] = None,
     date: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="The day against which ages of prices are told. [default: today]", show_default=False)
+        str | None,
+        typer.Option(metavar="YYYY-MM-DD", help="The day against which ages of prices are told. [default: today]", show_default=False),
     ] = None,
 ) -> None:
     """Find the machines and upgrades that meet stated needs, the cheapest first."""
