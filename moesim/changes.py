@@ -179,7 +179,7 @@ def _precision_steps(case: Case) -> Iterator[Change]:
         return
     now = case.plan.format("routed_experts", layer)
     stated = case.scenario.precision
-    if stated == "file":
+    if "file" in (stated, isinstance(stated, dict) and stated.get("default")):
         yield Change("experts one precision step lower", "switch", why_not="not modelled: the precision is that of a file")
         return
     plan = stated if isinstance(stated, dict) else {"default": stated}

@@ -100,7 +100,7 @@ def _values(layout: Layout, lines: Mapping[tuple[str, str], int], split: Split, 
     )
     latent = _transposed(layout, run, runtime, context)
     kv = {tier: lines.get((tier, "kv"), 0) + latent * (tier == ("ram" if split.on_cpu else "vram")) for tier in ("vram", MAIN)}
-    compute = 0 if split.on_cpu else sum(_compute(layout, split, run, runtime, row, context, max(gpus, 1)))
+    compute = 0 if split.on_cpu else sum(_compute(layout, split, run, runtime, row, context, gpus))
     sums = weights + kv["vram"] + compute
     return {
         "gpu_weights_mib": weights / MIB,
@@ -123,12 +123,33 @@ def _transposed(layout: Layout, run: RunFacts, runtime: Runtime, context: int) -
 
 
 def _compute(layout: Layout, split: Split, run: RunFacts, runtime: Runtime, row: Row, context: int, gpus: int) -> Iterator[int]:
-    """Yield the compute buffer of each GPU; the last one holds the head."""
-    model, tokens = layout.model, row.whole("n_ubatch") or runtime.micro_batch
+    copies = bool(split.cpu_layers) and runtime.name == "llama.cpp"
+    tokens = row.whole("n_ubatch") or runtime.micro_batch
+    yield from compute_buffers(layout, runtime, run, tokens, context, gpus=max(gpus, 1), copies=copies)
+
+
+def compute_buffers(
+    layout: Layout, runtime: Runtime, run: RunFacts, tokens: int, context: int, *, gpus: int = 1, copies: bool = False
+) -> Iterator[int]:
+    """Yield the bytes of each GPU's compute buffer; the last one holds the head.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of the model and its precision.
+    runtime : Runtime
+    run : RunFacts
+    tokens, context : int
+        Micro-batch, and tokens of the cache.
+    gpus : int
+    copies : bool
+        Whether a prompt's experts in main memory are copied to the GPU.
+    """
+    model = layout.model
     a = model.attention
     head = tokens * (model.vocab_size + 2 * model.hidden_size) * 4
     body = tokens * (8 * context + 40 * model.hidden_size)
-    if split.cpu_layers and runtime.name == "llama.cpp":
+    if copies:
         body += max(model.expert_matrix_bytes(layout.plan, model.moe_layers[-1]).values()) * model.n_experts
     if runtime.choose("gpu_attention", run) == "unfused" and isinstance(a, (FullAttention, MlaAttention)):
         body += a.n_heads * context * tokens * 4

@@ -1,19 +1,24 @@
 """Owns the export of a timeline as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens. It measures nothing itself.
 
 Format: "Trace Event Format" (Google, 2016). One process per run; one thread per lane server, so that slices on a track never
-overlap; one thread of steps; counters for memory per tier and line and for loads in flight; a flow from each load to the FFN
-that uses it. Times are microseconds; a picosecond is kept as a decimal.
+overlap; one thread of steps; counters for memory per tier and line, loads in flight, bytes/s through each channel and the share of
+expert accesses that hit in each step; a flow from each load to the FFN that uses it. Times are microseconds; a picosecond is kept
+as a decimal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from moesim.schedule import Kind
-from moesim.simulate import Result, provenance
-from moesim.tasks import Tasks, Watermark
+from moesim.cost import CostModel
+from moesim.metrics import PS
+from moesim.schedule import Kind, Outcome, Schedule
+from moesim.simulate import Case, Result, load_meter, provenance
+from moesim.tasks import Tasks, Watermark, join, watermark
+from moesim.timeline import Timeline
 
 US_PER_PS = 1e-6
 STEPS_TID = 1
@@ -29,6 +34,32 @@ def export(result: Result) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": provenance(result.case)}
 
 
+def export_pair(case: Case, schedule: Schedule, timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Return several timelines of one schedule, such as simulated and measured, as one document: a process each, with equal tracks.
+
+    Parameters
+    ----------
+    case : Case
+    schedule : Schedule
+        What all timelines are of.
+    timelines : mapping of str to Timeline
+        By what to call them, such as ``{"simulated": ..., "measured": ...}``.
+    """
+    prices = CostModel(case.hardware)
+    parts = [(fragment, prices.costs(fragment)) for fragment in schedule.fragments]
+    planner = case.planner()
+    events: list[Event] = []
+    for pid, (name, timeline) in enumerate(timelines.items(), start=1):
+        meter = load_meter(case, planner, keep=True)
+        for fragment, costs in parts:
+            meter.add(fragment, costs, timeline.rows(fragment.first_task, fragment.n_tasks))
+        meter.finish(Timeline.concat([]))
+        tasks = join(parts, timeline, meter)
+        events += [_meta(pid, 0, "process_name", f"{name}: {case.model.name} on {case.hardware.name}")]
+        events += run_events(tasks, watermark(tasks, schedule.tiers, schedule.lines, planner.initial_memory()), pid)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": provenance(case)}
+
+
 def run_events(tasks: Tasks, memory: Watermark | None, pid: int = 1) -> list[Event]:
     """Return the events of one run under one process number: names, steps, slices, flows, counters."""
     tids: dict[tuple[int, int], int] = {}
@@ -42,6 +73,8 @@ def run_events(tasks: Tasks, memory: Watermark | None, pid: int = 1) -> list[Eve
     events += _slices(tasks, pid, tid_of)
     events += _flows(tasks, pid, tid_of)
     events += _in_flight(tasks, pid)
+    events += _bandwidth(tasks, pid)
+    events += _hit_rate(tasks, pid)
     if memory is not None:
         events += _memory(memory, pid)
     return events
@@ -122,6 +155,41 @@ def _in_flight(tasks: Tasks, pid: int) -> list[Event]:
     level = np.cumsum(np.bincount(first, weights=change, minlength=len(at))).astype(np.int64) if len(at) else np.zeros(0, np.int64)
     zero = {"ph": "C", "pid": pid, "tid": 0, "name": "loads in flight"}
     return [{**zero, "ts": _us(t), "args": {"loads": n}} for t, n in zip(at.tolist(), level.tolist(), strict=True)]
+
+
+def _bandwidth(tasks: Tasks, pid: int) -> list[Event]:
+    """Counters of bytes/s, one per channel that anything draws on; a task's bytes are spread evenly over its time."""
+    out: list[Event] = []
+    lasting = tasks.end > tasks.start
+    for c, channel in enumerate(tasks.channels):
+        mine = np.flatnonzero(lasting & (tasks.amounts[:, c] > 0))
+        if not len(mine):
+            continue
+        start, end = tasks.start[mine], tasks.end[mine]
+        rate = tasks.amounts[mine, c] / ((end - start) * PS)
+        at, where = np.unique(np.concatenate([start, end]), return_inverse=True)
+        change = np.bincount(where, weights=np.concatenate([rate, -rate]), minlength=len(at))
+        under_way = np.cumsum(np.bincount(where, weights=np.repeat([1.0, -1.0], len(mine)), minlength=len(at)))
+        level = np.where(under_way > 0.5, np.cumsum(change), 0.0)  # rounding leaves nothing where nothing is under way
+        counter = {"ph": "C", "pid": pid, "tid": 0, "name": f"bandwidth {channel}"}
+        out += [
+            {**counter, "ts": _us(t), "args": {"bytes_per_s": round(max(x, 0.0))}} for t, x in zip(at.tolist(), level.tolist(), strict=True)
+        ]
+    return out
+
+
+def _hit_rate(tasks: Tasks, pid: int) -> list[Event]:
+    """The share of each step's expert accesses that were no misses, from where the step begins; steps without any say nothing."""
+    out: list[Event] = []
+    step, missed = tasks.access[:, 0], tasks.access[:, 3] == Outcome.MISS
+    before = 0
+    for number, last in tasks.steps[:, [0, 2]].tolist():
+        mine = step == number
+        if mine.any():
+            share = round(1.0 - float(missed[mine].mean()), 6)
+            out.append({"ph": "C", "pid": pid, "tid": 0, "name": "expert hit rate", "ts": _us(before), "args": {"share": share}})
+        before = int(tasks.end[last])
+    return out
 
 
 def _memory(memory: Watermark, pid: int) -> list[Event]:

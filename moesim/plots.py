@@ -1,10 +1,11 @@
-"""Owns the pictures of a result: lanes over time, memory over time, and both on one page. It measures nothing itself.
+"""Owns the pictures of a result: lanes over time, memory over time, both on one page, and latency by token. It measures nothing itself.
 
 Functions take ``ax=None`` and return Axes. Kinds differ in lightness and hatch as well as in colour, so that a grey print reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from moesim import bottleneck
 from moesim.errors import InputError
-from moesim.metrics import PS
+from moesim.metrics import PS, percentiles
 from moesim.schedule import Kind
 from moesim.simulate import Result
 from moesim.tasks import Tasks, Watermark
@@ -62,7 +63,12 @@ _KINDS = {
     Kind.PUT: "copy",
     Kind.GET: "copy",
 }
-_COLOURS = ("#16324f", "#4d86c4", "#f0b429", "#8fd0c6", "#c2410c", "#9fb3c8", "#7c5cad", "#dddddd")
+PARTS = (
+    Style("computing", "#4d86c4"),
+    Style("waiting for loads", "#f6d5c3", "////", "#c2410c"),
+    Style("hand-over, neither", "#dddddd", "....", "#555555"),
+)
+LINE_COLOURS = ("#16324f", "#4d86c4", "#f0b429", "#8fd0c6", "#c2410c", "#9fb3c8", "#7c5cad", "#dddddd")
 _HATCHES = ("", "///", "\\\\\\", "...", "xxx", "||", "--", "oo")
 
 
@@ -119,10 +125,10 @@ def lanes_over_time(result: Result, ax: Axes | None = None, steps: tuple[int, in
         raise InputError("steps", expected=f"(first, last) within 0 to {len(tasks.steps) - 1}", got=str(steps))
     begin, end = int(ends[first]), int(ends[last + 1])
     seen = (tasks.start < end) & (tasks.end > begin)
-    kinds = _kinds(tasks)
+    kinds = task_styles(tasks)
     rows = [(number, server) for number, lane in enumerate(tasks.lanes) for server in range(lane.width) if (tasks.lane == number).any()]
     drawn = set()
-    stalls = _stalls(tasks)
+    stalls = load_waits(tasks)
     for y, (number, server) in enumerate(rows):
         mine = seen & (tasks.lane == number) & (tasks.server == server)
         for kind, style in STYLES.items():
@@ -138,7 +144,7 @@ def lanes_over_time(result: Result, ax: Axes | None = None, steps: tuple[int, in
         ax.axvline((int(ends[step]) - begin) * MS, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
         middle = ((int(ends[step]) + int(ends[step + 1])) / 2 - begin) * MS
         ax.annotate(
-            _step_name(tasks, step),
+            step_name(tasks, step),
             (middle, 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(0, 2),
@@ -147,7 +153,7 @@ def lanes_over_time(result: Result, ax: Axes | None = None, steps: tuple[int, in
             fontsize=8,
         )
     ax.set_xlim(0, (end - begin) * MS)
-    ax.set_xlabel(f"time since the start of {_step_name(tasks, first)} (ms)")
+    ax.set_xlabel(f"time since the start of {step_name(tasks, first)} (ms)")
     handles = [
         Patch(facecolor=s.colour, hatch=s.hatch, edgecolor=s.edge, linewidth=0, label=s.label) for k, s in STYLES.items() if k in drawn
     ]
@@ -172,15 +178,17 @@ def memory_watermark(result: Result, tier: str, ax: Axes | None = None) -> Axes:
     big = levels.max(axis=1) >= SMALL_LINE * capacity.total_bytes
     order = np.flatnonzero(big)[np.argsort(-levels[big].min(axis=1), kind="stable")]  # what never moves lies at the bottom
     stack = [(str(names[i]), levels[i]) for i in order]
+    planned = [line.name for line in result.case.layout.ledger.lines if line.tier == tier and line.bytes > 0]
     small = np.flatnonzero(~big & (levels.max(axis=1) > 0))
     if len(small):
         rest = levels[small].sum(axis=0)
         stack.append((str(names[small[0]]) if len(small) == 1 else f"{len(small)} small lines", rest))
     bottom = np.zeros(len(times))
-    for i, (name, level) in enumerate(stack):
+    for name, level in stack:
         top = bottom + level / 1e9
         label = f"{name}, {level.max() / 1e9:.2g} GB"
-        hatch, colour = _HATCHES[i % len(_HATCHES)], _COLOURS[i % len(_COLOURS)]
+        look = line_colour(name, planned)
+        hatch, colour = _HATCHES[look], LINE_COLOURS[look]
         ax.fill_between(times, bottom, top, step="post", facecolor=colour, hatch=hatch, edgecolor="#ffffff", linewidth=0.3, label=label)
         bottom = top
     usable, total = capacity.usable_bytes / 1e9, capacity.total_bytes / 1e9
@@ -198,6 +206,81 @@ def memory_watermark(result: Result, tier: str, ax: Axes | None = None) -> Axes:
     ax.legend(*(x[::-1] for x in ax.get_legend_handles_labels()), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7.5, frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def token_latency(result: Result, ax: Axes | None = None) -> Axes:
+    """Draw the time between tokens, what it went to, and its percentiles.
+
+    Raises
+    ------
+    InputError
+        If fewer than two tokens were made.
+    """
+    tasks, _ = _ran(result)
+    parts = token_parts(tasks) * MS
+    if not len(parts):
+        raise InputError("plot", expected="a run of at least two output tokens", got="fewer: no time between tokens")
+    ax = ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0], SIZE_INCHES[1] / 2), layout="constrained")[1]
+    number = np.arange(len(parts) + 1) + 1.5  # edges of the columns: token 2 lies between 1.5 and 2.5
+    bottom = np.zeros(len(parts))
+    for column, style in zip(parts.T, PARTS, strict=True):
+        if column.any():
+            share = percent(column.sum() / parts.sum(), 0)
+            ax.stairs(
+                bottom + column, number, baseline=bottom, fill=True, facecolor=style.colour, hatch=style.hatch, edgecolor=style.edge, linewidth=0,
+                label=f"{style.label}, {share}",
+            )  # fmt: skip
+        bottom = bottom + column
+    found = percentiles(bottom)
+    assert found is not None  # there is at least one
+    for (name, line), colour in zip((("median", "-"), ("p95", "--"), ("p99", ":")), ("#000000", "#b00020", "#b00020"), strict=True):
+        ax.axhline(found[name], color=colour, linewidth=1.4, linestyle=line, label=f"{name}, {found[name]:.3g} ms")
+    ax.set_title(
+        f"a token takes {found['median']:.3g} ms in the median, {found['p99']:.3g} ms at p99; "
+        f"{percent(parts[:, 1].sum() / parts.sum(), 0)} of the time nothing computes because a load is missing",
+        fontsize=9.5,
+        loc="left",
+    )
+    ax.set_xlim(number[0], number[-1])
+    ax.set_ylim(0, 1.05 * float(bottom.max()))
+    ax.set_xlabel("output token")
+    ax.set_ylabel("time since the token before (ms)")
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7.5, frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def token_parts(tasks: Tasks) -> NDArray[np.int64]:
+    """Split the time between tokens, (tokens - 1, 3) ps: something computes; nothing does and a load is waited for; neither.
+
+    A row sums to the time since the token before. Waiting while another device computes counts as computing.
+    """
+    emits = tasks.steps[tasks.steps[:, 5] > 0]
+    at = tasks.end[emits[:, 2]]
+    compute = np.stack([tasks.start, tasks.end], axis=1)[tasks.is_compute]
+    busy = _covered(compute, at)
+    either = _covered(np.concatenate([compute, load_waits(tasks)]), at)
+    return np.stack([np.diff(busy), np.diff(either - busy), np.diff(at - either)], axis=1)
+
+
+def _covered(spans: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How much of the time before each moment lies in any span."""
+    if not len(spans):
+        return np.zeros(len(at), np.int64)
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    end = np.maximum.accumulate(spans[:, 1])
+    begin = np.maximum(spans[:, 0], np.concatenate([spans[:1, 0], end[:-1]]))
+    begin = np.minimum(begin, end)  # of spans inside others nothing is left
+    before = np.concatenate([[0], np.cumsum(end - begin)])
+    last = np.searchsorted(spans[:, 0], at, side="left")
+    over = np.maximum(np.concatenate([[0], end])[last] - at, 0)
+    return np.asarray(before[last] - np.where(last > 0, over, 0))
+
+
+def line_colour(name: str, lines: Sequence[str]) -> int:
+    """Return the index in ``LINE_COLOURS`` of a line among those of its tier's ledger; what is none of them takes the last."""
+    last = len(LINE_COLOURS) - 1
+    return lines.index(name) % last if name in lines else last
 
 
 def middle_steps(tasks: Tasks) -> tuple[int, int]:
@@ -228,8 +311,8 @@ def _ran(result: Result) -> tuple[Tasks, Watermark]:
     return every.tasks, every.memory
 
 
-def _kinds(tasks: Tasks) -> NDArray[Any]:
-    """Return the style of each task, (N,)."""
+def task_styles(tasks: Tasks) -> NDArray[Any]:
+    """Return the key in ``STYLES`` of each task, (N,)."""
     out = np.full(len(tasks.kind), "demand", dtype="U9")
     for kind, name in _KINDS.items():
         out[tasks.kind == kind] = name
@@ -238,8 +321,8 @@ def _kinds(tasks: Tasks) -> NDArray[Any]:
     return out
 
 
-def _stalls(tasks: Tasks) -> NDArray[np.int64]:
-    """From when to when each compute task waited for loads alone, (N, 2); equal where it did not. Summed they are ``metrics.io_wait_s``."""
+def load_waits(tasks: Tasks) -> NDArray[np.int64]:
+    """Return from when to when each compute task waited for loads alone, (N, 2) ps; equal where it did not. Summed: ``metrics.io_wait_s``."""
     free = np.where(tasks.is_compute, np.minimum(tasks.free_of_loads, tasks.start), tasks.start)
     return np.stack([free, tasks.start], axis=1)
 
@@ -286,7 +369,8 @@ def _label_lanes(ax: Axes, result: Result, rows: list[tuple[int, int]]) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _step_name(tasks: Tasks, step: int) -> str:
+def step_name(tasks: Tasks, step: int) -> str:
+    """Return what a step is called, such as ``decode token 7``."""
     phase = tasks.steps[step, 3]
     number = int((tasks.steps[: step + 1, 3] == phase).sum())
     return f"prefill chunk {number}" if phase == 0 else f"decode token {number}"

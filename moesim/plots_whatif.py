@@ -64,7 +64,7 @@ def tornado(answer: WhatIf, ax: Axes | None = None) -> Axes:
             )
     ax.axvline(answer.speed, color=_DARK, linewidth=0.8)
     if answer.interval:
-        ax.axvspan(answer.interval.low, answer.interval.high, color=_LIGHT, alpha=0.2, linewidth=0)
+        ax.axvspan(answer.interval.low, answer.interval.high, color=_LIGHT, alpha=0.2, linewidth=0, zorder=0)
     ax.set_yticks(range(len(moving)), [f"{e.knob.name} ({e.knob.basis})" for e in moving], fontsize=7)
     ax.set_xlabel("tokens/s; shaded: 80 % interval")
     ax.use_sticky_edges = False

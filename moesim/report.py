@@ -39,19 +39,19 @@ def run_csv(result: Result) -> str:
 def run_text(result: Result, wall_s: float | None = None) -> str:
     """Return the answer on one screen: at most 40 lines of 100 columns."""
     data = result.as_dict()
-    lines = [*wrap(headline(result, data)), *wrap(_setting(result), most=2), ""]
-    lines += columns([["memory", "planned", "peak", "left", "capacity", "reserved", ""], *_memory(data)], range(1, 6))
+    lines = [*wrap(headline(data)), *wrap(_setting(result), most=2), ""]
+    lines += columns([["memory", "planned", "peak", "left", "capacity", "reserved", ""], *memory_rows(data)], range(1, 6))
     lines += wrap(context(result), "  ", most=2)
     found = None
     if data["metrics"] is not None:
         found = bottleneck.find(result, data)
-        lines += ["", *(line for label, text in _facts(data) for line in wrap(text, f"{label:<12}", most=2))]
+        lines += ["", *(line for label, text in facts(data) for line in wrap(text, f"{label:<12}", most=2))]
         if data["transfers"]:
             lines += [
                 "",
-                *columns([["moved", "all", "demanded", "prefetched, used", "prefetched, wasted", "busy"], *_moved(data)], range(1, 6)),
+                *columns([["moved", "all", "demanded", "prefetched, used", "prefetched, wasted", "busy"], *moved_rows(data)], range(1, 6)),
             ]
-        lines += ["", *columns([["critical path", "share", "by sharing"], *_path(data)], (1, 2))]
+        lines += ["", *columns([["critical path", "share", "by sharing"], *path_rows(data)], (1, 2))]
     if found is not None:
         lines += ["", *wrap(f"{found.finding} {found.advice}", most=4)]
     lines += wrap(assumed(data, found), "assumed     ", most=2)
@@ -65,15 +65,15 @@ def run_text(result: Result, wall_s: float | None = None) -> str:
 def run_markdown(result: Result) -> str:
     """Return the answer as Markdown: the tables of the text, with every row and every assumption."""
     data = result.as_dict()
-    lines = [f"# {headline(result, data)}", "", _setting(result), "", "## Memory", ""]
-    lines += markdown_table(["tier", "planned", "peak", "left", "capacity", "reserved", "verdict"], _memory(data))
+    lines = [f"# {headline(data)}", "", _setting(result), "", "## Memory", ""]
+    lines += markdown_table(["tier", "planned", "peak", "left", "capacity", "reserved", "verdict"], memory_rows(data))
     lines += ["", context(result)]
     if data["metrics"] is not None:
         found = bottleneck.find(result, data)
-        lines += ["", "## Speed", "", *markdown_table(["", "value"], [list(pair) for pair in _facts(data)])]
+        lines += ["", "## Speed", "", *markdown_table(["", "value"], [list(pair) for pair in facts(data)])]
         if data["transfers"]:
             head = ["channel", "moved", "demanded", "prefetched, used", "prefetched, wasted", "busy"]
-            lines += ["", "## Transfers", "", *markdown_table(head, [[row[0].strip(), *row[1:]] for row in _moved(data)])]
+            lines += ["", "## Transfers", "", *markdown_table(head, [[row[0].strip(), *row[1:]] for row in moved_rows(data)])]
         rows = [[f"{r['lane']} {r['kind']}", percent(r["share"]), percent(r["contention"])] for r in data["critical_path"]]
         lines += ["", "## Critical path", "", *markdown_table(["lane and kind", "share", "by sharing channels"], rows)]
         if found is not None:
@@ -85,9 +85,9 @@ def run_markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def headline(result: Result, data: Mapping[str, Any]) -> str:
-    """Return the verdict in one line."""
-    what = f"{result.case.model.name} on {result.case.hardware.name}"
+def headline(data: Mapping[str, Any]) -> str:
+    """Return the verdict of ``Result.as_dict()`` in one line."""
+    what = f"{data['provenance']['model']} on {data['provenance']['hardware']}"
     oom = data["oom"]
     if oom is not None:
         when = "before the first step" if oom["step"] < 0 else f"at step {oom['step']}"
@@ -150,7 +150,8 @@ def _setting(result: Result) -> str:
     return f"scenario {scenario.name}: {tokens}{batch}, seed {scenario.seed}, engine {result.case.engine}"
 
 
-def _memory(data: Mapping[str, Any]) -> list[list[str]]:
+def memory_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """Tier, planned, peak, left, capacity, reserved, verdict."""
     rows = []
     for tier, it in data["memory"].items():
         peak = "-" if it["peak_bytes"] is None else show(it["peak_bytes"], "bytes")
@@ -162,8 +163,8 @@ def _memory(data: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of each line about speed."""
+def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return label and text of each line about speed."""
     found = data["metrics"]
     speeds = [f"{name} {number(found[key], 'tok/s')}" for name, key in _SPEEDS if found[key] is not None]
     times = []
@@ -192,12 +193,14 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 _SPEEDS = (("decode", "decode_tok_s"), ("prefill", "prefill_tok_s"), ("output throughput", "output_throughput_tok_s"))
 
 
-def _moved(data: Mapping[str, Any]) -> list[list[str]]:
+def moved_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """Channel, bytes in all, demanded, prefetched and used, prefetched in vain, busy."""
     keys = ("bytes", "demand_bytes", "prefetch_useful_bytes", "prefetch_wasted_bytes")
     return [[f"  {name}", *(show(it[key], "bytes") for key in keys), show(it["busy_s"], "s")] for name, it in data["transfers"].items()]
 
 
-def _path(data: Mapping[str, Any]) -> list[list[str]]:
+def path_rows(data: Mapping[str, Any]) -> list[list[str]]:
+    """Lane and kind, share, part of it by sharing channels; the largest ones, then the rest in one row."""
     rows = data["critical_path"]
     out = [[f"  {row['lane']} {row['kind']}", percent(row["share"]), percent(row["contention"])] for row in rows[:TOP]]
     rest = rows[TOP:]

@@ -7,7 +7,7 @@ from typing import Any
 
 from moesim.prices import OLD_DAYS, PriceLine
 from moesim.sizing import GROWTH, Fix, Growth, Option, Sizing
-from moesim.sizing_run import Verdict
+from moesim.sizing_run import CHUNK, Verdict
 from moesim.text_table import columns, markdown_table, percent, to_csv, to_json, wrap
 from moesim.uncertainty import INTERVAL
 from moesim.units import show
@@ -88,7 +88,9 @@ def words(sizing: Sizing) -> list[str]:
             f"limited by the {v.lane}."
         )
         if sizing.needs.batch is not None:
-            out.append(f"In the time it could do {v.reached:.3g} times as many requests; more than that, or longer documents, and it fails on speed.")
+            out.append(
+                f"In the time it could do {v.reached:.3g} times as many requests; more than that, or longer documents, and it fails on speed."
+            )
         if best.growth is not None:
             out.append(f"As load grows: {growth_text(best.growth)}.")
     old = [line for line in best.lines if line.outdated(sizing.today)] if best else []
@@ -206,11 +208,21 @@ def _details(sizing: Sizing, option: Option) -> list[str]:
     if option.growth is not None:
         lines.append(f"- as load grows: {growth_text(option.growth)}")
     for v in option.verdicts:
-        if not v.settings:
-            continue
-        lines += ["", f"{v.model}: {_got(v)}, largest context that fits {v.most_context:,} tokens. Speed, memory left and lanes (for the watts); "
-                  "first token (of one chunk); interval:", "", "```bash", v.command(), v.command("ttft"), v.command("interval"), "```"]  # fmt: skip
+        if v.settings:
+            lines += ["", f"{v.model}: {_got(v)}, largest context that fits {v.most_context:,} tokens. {_traced(sizing, v)}", ""]
+            lines += ["```bash", v.command(), v.command("ttft"), v.command("interval"), "```"]
     return lines
+
+
+def _traced(sizing: Sizing, v: Verdict) -> str:
+    """Say how the figures follow from the three commands."""
+    chunks = v.prompt / min(CHUNK, v.prompt)
+    batch = sizing.needs.batch
+    per_h = f"; requests/h are 3600 / (TTFT + {batch.output_tokens} / ({v.users} x tok/s))" if batch else ""
+    return (
+        "The first command gives tok/s, what is left, and how busy lanes are (watts are base and idle power plus the busy share of the rest); the second the TTFT "
+        f"of one chunk, times {chunks:.4g} for the whole prompt; the third the interval{per_h}."
+    )
 
 
 def _line(sizing: Sizing, line: PriceLine) -> str:

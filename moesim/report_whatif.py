@@ -10,10 +10,11 @@ from moesim.knobs import RANGES
 from moesim.text_table import columns, markdown_table, number, percent, to_csv, to_json, wrap
 from moesim.uncertainty import INTERVAL, SAME
 from moesim.units import show
-from moesim.whatif import WhatIf
+from moesim.whatif import Ceiling, WhatIf
 
 TOP = 10
 UNIT = "tok/s"
+UNLIMITED = 1e3  # times the speed now, beyond which a ceiling only says that nothing else was on the path
 _GROUPS = {"buy": "to buy", "switch": "to switch", "bound": "out of reach, shows what is left"}
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -64,13 +65,18 @@ def _words(answer: WhatIf) -> list[str]:
     out = [f"{answer.found.finding} {answer.found.advice}"]
     first = next((c for c in answer.ceilings if c.lane == answer.found.lane), None)
     if first is not None:
-        out.append(f"With the {first.lane} infinitely fast, and all else as it is, the run would reach {number(first.speed, UNIT)}.")
+        out.append(f"With the {first.lane} infinitely fast, and all else as it is, the run would reach {_ceiling(answer, first)}.")
     if answer.interval and answer.interval.shares:
         name, share = max(answer.interval.shares.items(), key=lambda item: item[1])
         knob = next(e.knob for e in answer.effects if e.knob.name == name)
         if math.isfinite(share):
             out.append(f"Measure {name} first: it is {knob.basis}, and {percent(share, 0)} of the variance comes from its range.")
     return out
+
+
+def _ceiling(answer: WhatIf, ceiling: Ceiling) -> str:
+    """The ceiling in words: where no other lane is on the path there is none worth a number."""
+    return "no other limit" if ceiling.speed > UNLIMITED * answer.speed else number(ceiling.speed, UNIT)
 
 
 def _tables(answer: WhatIf, most: int) -> list[Table]:
@@ -91,7 +97,7 @@ def _tables(answer: WhatIf, most: int) -> list[Table]:
         title = f"what the speed depends on: {len(moving)} of {len(answer.effects)} figures move it"
         out.append((title, ["figure", "elasticity", f"{UNIT} over its range", "variance", "value, basis, range"], rows))
     if answer.ceilings:
-        rows = [[c.lane, percent(c.share), number(c.speed, UNIT)] for c in answer.ceilings]
+        rows = [[c.lane, percent(c.share), _ceiling(answer, c)] for c in answer.ceilings]
         out.append(("if one lane were infinitely fast", ["lane", "of the critical path", "ceiling"], rows))
     for group, title in _GROUPS.items():
         mine = [o for o in answer.outcomes if o.change.group == group]

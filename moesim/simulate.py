@@ -216,9 +216,7 @@ def make_case(scenario: Scenario, document: Document | None = None, base: Path |
 
     model, own_plan = load_model_with_plan(scenario.model, base, at("model"))
     try:
-        if scenario.precision == "file" and own_plan is None:
-            raise InputError("precision", expected='"file" only with a GGUF model', got='"file"', fix="name a format or a plan")
-        plan = own_plan if scenario.precision == "file" and own_plan is not None else plan_from(scenario.precision, at("precision"))
+        plan = stated_plan(scenario.precision, own_plan, at("precision"))
         plan.check_layers(model.n_layers)
     except InputError as error:
         raise error.under("precision").at(at("precision")) from None
@@ -228,6 +226,19 @@ def make_case(scenario: Scenario, document: Document | None = None, base: Path |
     except InputError as error:
         raise error.at(at(error.what)) from None
     return Case(scenario, model, plan, hardware, layout, document, base)
+
+
+def stated_plan(precision: str | dict[str, Any], own: PrecisionPlan | None, where: str) -> PrecisionPlan:
+    """Return a scenario's precision: as stated, or where its default is ``file`` that of the model's file, with what is stated beside it."""
+    stated = precision if isinstance(precision, dict) else {"default": precision}
+    if stated.get("default") != "file":
+        return plan_from(precision, where)
+    if own is None:
+        raise InputError("precision", expected='"file" only with a GGUF model', got='"file"', fix="name a format or a plan")
+    changes = {key: value for key, value in stated.items() if key != "default"}
+    kept = own.model_dump(mode="json", exclude_none=True)
+    overrides = [*kept["overrides"], *changes.pop("overrides", [])]
+    return plan_from(kept | changes | {"overrides": overrides}, where)
 
 
 def machine_of(scenario: Scenario, base: Path, at: Callable[[str], str]) -> HardwareProfile:

@@ -188,8 +188,9 @@ def size(needs: Needs, folder: Path, table: PriceTable, today: datetime.date, pr
     misses = tuple(_miss(search, option, first=i == 0 or option.owned) for i, option in enumerate(tried[:SHOWN_MISSES]))
     ranked, above = [_finished(judge, o) for o in met], [_finished(judge, o) for o in above]
     if not ranked and not above and tried:
-        misses = (replace(misses[0], option=_finished(judge, tried[0])), *misses[1:])
-    base = search.options[search.owned] if search.owned else next(iter((*met, *above, *tried)), None)
+        misses = (replace(misses[0], option=_finished(judge, misses[0].option)), *misses[1:])
+    chosen = search.owned or next((o.machine for o in (*met, *above, *tried)), "")
+    base = search.options[chosen] if chosen else None  # as judged, in the format that its upgrades are judged in
     values = tuple(search.fixes(base)) if base is not None else ()
     counts = {"considered": len(pool), "ruled out by a bound": len(pool) - len(fit), "without a price": len(fit) - len(priced),
               "above the budget": len(beyond), "machines simulated": len(search.options), "runs": judge.n_runs}  # fmt: skip
@@ -254,6 +255,7 @@ def _miss(search: _Search, option: Option, first: bool) -> Miss:
         here = price_lines(option.machine, search.table)
         judged = [(s, search.options[s.machine]) for s in upgrades(option.machine) if s.machine in search.options]
         cures = [Fix(s, total(upgrade_lines(price_lines(s.machine, search.table), here)), o) for s, o in judged if o.reached >= 1]
+    option = replace(option, verdicts=tuple(search.judge.completed(v) for v in option.verdicts))
     return Miss(option, min(cures, key=lambda fix: math.inf if fix.cost is None else fix.cost, default=None))
 
 

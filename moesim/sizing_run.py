@@ -9,7 +9,7 @@ batches. The closed-form bound: no token is faster than reading its weights once
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from moesim.whatif import DRAWS
 SCENARIO = "sizing"
 FEW_USERS, OUTPUT, OUTPUT_OF_MANY = 8, 12, 4  # tokens decoded per run, and from so many users on: each layer so many times
 CHUNK = 1024  # tokens of a prefill chunk
+NO_ROOM = 1e-3  # what a machine reaches at most that does not hold the plan: less than any that runs
 BATCHES = (8, 32)  # sequences at a time that are tried for a batch of requests
 PLANS = ("bf16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")  # formats of the experts that are tried, the most precise first
 OTHERS = {"bf16": "bf16", "mxfp4": "bf16"}  # format of all but the experts beside these; Q8_0 beside the others
@@ -168,7 +169,9 @@ class Judge:
         if self._layout(settings | static, all_held=True):
             return [("all in VRAM" if len(cards) == 1 else f"all in VRAM, layers over {len(cards)} cards", static)]
         below: Settings = {"placement.pools.ram": {"hold": "fit", "policy": "static"}}
-        out: list[tuple[str, Settings]] = [("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"})]
+        out: list[tuple[str, Settings]] = [
+            ("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"})
+        ]
         if len(cards) == 1:
             lru = {
                 "placement.pools.vram": {"hold": "fit", "policy": "lru", "warm": True},
@@ -239,43 +242,56 @@ class Judge:
                 found.append(Verdict(machine, model, experts, users=users, problem=str(error)))
         return max(found, key=lambda v: v.reached)
 
-    def judged(self, settings: Settings, label: str) -> Verdict:
-        """Return what one arrangement reaches."""
+    def judged(self, settings: Settings, label: str, whole: bool = False) -> Verdict:
+        """Return what one arrangement reaches; the first token is left out (nan) where decoding alone misses the level, but for ``whole``."""
         needs, machine, model = self.needs, settings["hardware"], settings["model"]
         users, experts = settings["workload"]["batch"], settings["precision"]["routed_experts"]
+        plain = Verdict(machine, model, experts, label, settings, users, needs.prompt)
         try:
             case, result = self.run(settings)
-            first = self.run(prefill_settings(settings, needs.prompt))[1]
+            if result.oom or result.meter is None:
+                return _no_room(plain, result)
+            speed, ttft = speed_of(result), math.nan
+            reached = math.inf if needs.level is None else speed / needs.level.decode_tok_s
+            if whole or reached >= 1:
+                first = self.run(prefill_settings(settings, needs.prompt))[1]
+                if first.oom or first.meter is None:
+                    return _no_room(plain, first)
+                ttft = float(first.as_dict()["metrics"]["ttft_ms"]["mean"]) / 1e3 * needs.prompt / min(CHUNK, needs.prompt)
         except InputError as error:
-            return Verdict(machine, model, experts, label, settings, users, needs.prompt, problem=f"{error.what}: {error.got}")
-        if result.oom or first.oom:
-            oom = result.oom or first.oom or {}
-            over = oom["needed_bytes"] - oom["usable_bytes"]
-            return Verdict(machine, model, experts, label, settings, users, needs.prompt, problem=f"{over / 1e9:.3g} GB too many in {oom['tier']}",
-                           reached=0.5 * oom["usable_bytes"] / oom["needed_bytes"] * 0.01)  # fmt: skip
-        speed, chunk = speed_of(result), min(CHUNK, needs.prompt)
-        assert first.meter is not None and result.meter is not None
-        ttft = float(first.as_dict()["metrics"]["ttft_ms"]["mean"]) / 1e3 * needs.prompt / chunk
+            return replace(plain, problem=f"{error.what}: {error.got}")
         per_h = math.nan
         if needs.batch is not None:
             per_h = 3600 / (ttft + needs.batch.output_tokens / (users * speed))
             reached = per_h / (needs.batch.requests / needs.batch.within * 3600)
-        else:
-            assert needs.level is not None
-            reached = min(speed / needs.level.decode_tok_s, needs.level.ttft / ttft if needs.level.ttft else math.inf)
+        elif needs.level is not None and needs.level.ttft and math.isfinite(ttft):
+            reached = min(reached, needs.level.ttft / ttft)
         data, layout = result.as_dict(), case.layout
         lanes = {name: it["utilisation"] for name, it in data["lanes"].items()}
-        return Verdict(
-            machine, model, experts, label, settings, users, needs.prompt, speed, ttft, per_h, reached,
-            {tier: layout.ledger.left_bytes(tier) for tier in layout.capacities}, layout.max_context_tokens, watts(case.hardware, lanes),
-            data["critical_path"][0]["lane"], lanes,
+        left = {tier: layout.ledger.left_bytes(tier) for tier in layout.capacities}
+        return replace(
+            plain, speed=speed, ttft_s=ttft, requests_per_h=per_h, reached=reached, left_bytes=left, most_context=layout.max_context_tokens,
+            watts=watts(case.hardware, lanes), lane=data["critical_path"][0]["lane"], lanes=lanes,
         )  # fmt: skip
+
+    def completed(self, verdict: Verdict) -> Verdict:
+        """Return a verdict with its first token."""
+        missing = math.isfinite(verdict.speed) and math.isnan(verdict.ttft_s)
+        return self.judged(verdict.settings, verdict.switches, whole=True) if missing else verdict
 
     def spread(self, verdict: Verdict) -> tuple[float, float]:
         """Return the 80 % interval of a verdict's decode speed, as ``moesim whatif --quick`` gives it."""
         replay = Replay(self.case(verdict.settings))
         found = interval(replay, effects(replay, sizes=False), DRAWS, replay.case.scenario.seed)
         return found.low, found.high
+
+
+def _no_room(verdict: Verdict, result: Result) -> Verdict:
+    """A verdict of a run that does not fit; of two the one that lacks less reaches more."""
+    oom = result.oom or {"needed_bytes": 1, "usable_bytes": 0, "tier": "memory"}
+    over = oom["needed_bytes"] - oom["usable_bytes"]
+    problem = f"{over / 1e9:.3g} GB too many in {oom['tier']}"
+    return replace(verdict, problem=problem, reached=NO_ROOM * oom["usable_bytes"] / oom["needed_bytes"])
 
 
 def output_tokens(users: int) -> int:

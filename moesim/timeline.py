@@ -49,6 +49,10 @@ class Timeline:
         order = np.argsort(task, kind="stable")
         return Timeline(*(column[order] for column in columns))
 
+    def rows(self, first: int, n: int) -> Timeline:
+        """Return the part of ``n`` tasks from one task on."""
+        return Timeline(*(getattr(self, f.name)[first : first + n] for f in fields(Timeline)))
+
     @property
     def makespan_ps(self) -> int:
         return int(self.end_ps.max()) if len(self.task) else 0

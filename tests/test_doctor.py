@@ -111,7 +111,11 @@ def test_a_prefetch_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_pageable_and_staged(tmp_path: Path) -> None:
-    settings = {"io": {"pinned": False}, "pipeline": {"hidden_states": "staged"}, "placement": {"pools": {"vram": {"hold": "none"}, "ram": {"hold": "all"}}}}
+    settings: dict[str, Any] = {
+        "io": {"pinned": False},
+        "pipeline": {"hidden_states": "staged"},
+        "placement": {"pools": {"vram": {"hold": "none"}, "ram": {"hold": "all"}}},
+    }
     found = codes(doctor(scenario(tmp_path, vram=1_000_000, **settings)))
     assert {"pageable-copies", "staged-states"} <= set(found)
     assert found["pageable-copies"].gain is not None and found["pageable-copies"].gain > 0
@@ -153,7 +157,19 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     name = scenario(tmp_path, **pools("none"), io={"engine": "mmap"})
     assert run(["doctor", name, "-o", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    keys = {"code", "claims", "what", "evidence", "speed_now_tok_s", "speed_changed_tok_s", "gain_tok_s", "problem", "set", "advice", "command"}
+    keys = {
+        "code",
+        "claims",
+        "what",
+        "evidence",
+        "speed_now_tok_s",
+        "speed_changed_tok_s",
+        "gain_tok_s",
+        "problem",
+        "set",
+        "advice",
+        "command",
+    }
     assert rows and all(set(row) == keys for row in rows)
     for way in ("text", "md", "csv"):
         assert run(["doctor", name, "-o", way]) == 0

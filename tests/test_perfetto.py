@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,10 +90,44 @@ def test_counters(document: dict[str, Any]) -> None:
     by_name: dict[str, list[Event]] = defaultdict(list)
     for event in of(document, "C"):
         by_name[event["name"]].append(event)
-    assert set(by_name) == {"memory vram", "memory ram", "loads in flight"}
+    channels = {"bandwidth vram", "bandwidth ram", "bandwidth ssd", "bandwidth pcie_h2d"}
+    assert set(by_name) == {"memory vram", "memory ram", "loads in flight", "expert hit rate"} | channels
     for i, tier in enumerate(result.memory.tiers):
         assert max(sum(event["args"].values()) for event in by_name[f"memory {tier}"]) == result.meter.peak_bytes[i]
     flying = [event["args"]["loads"] for event in by_name["loads in flight"]]
     assert min(flying) == 0 == flying[-1] and max(flying) >= 1
     for events in by_name.values():
         assert all(a["ts"] <= b["ts"] for a, b in zip(events, events[1:], strict=False))
+
+
+def test_bandwidth_adds_up_to_what_was_moved(document: dict[str, Any]) -> None:
+    tasks = small_result().tasks
+    most = small_result().case.hardware.channel_capacities()
+    for c, channel in enumerate(tasks.channels):
+        events = [event for event in of(document, "C") if event["name"] == f"bandwidth {channel}"]
+        level = [event["args"]["bytes_per_s"] for event in events]
+        moved = sum(rate * (b["ts"] - a["ts"]) * 1e-6 for rate, a, b in zip(level, events, events[1:], strict=False))
+        lasting = tasks.end > tasks.start
+        assert moved == pytest.approx(float(tasks.amounts[lasting, c].sum()), rel=1e-6)
+        assert not level or (level[-1] == 0 and max(level) <= 1.001 * most[channel])
+
+
+def test_hit_rate_per_step(document: dict[str, Any]) -> None:
+    result = small_result()
+    events = [event for event in of(document, "C") if event["name"] == "expert hit rate"]
+    begins = [event["ts"] for event in of(document, "X") if event["cat"] == "step"]
+    assert [event["ts"] for event in events] == begins
+    access = result.tasks.access
+    hits = sum(event["args"]["share"] * (access[:, 0] == step).sum() for step, event in enumerate(events))
+    assert hits / len(access) == pytest.approx(result.as_dict()["metrics"]["expert_hit_rate"], abs=1e-5)
+
+
+def test_two_timelines_in_one_file() -> None:
+    result = small_result()
+    slow = replace(result.timeline, start_ps=2 * result.timeline.start_ps, end_ps=2 * result.timeline.end_ps)
+    pair = json.loads(json.dumps(perfetto.export_pair(result.case, result.schedule, {"simulated": result.timeline, "measured": slow})))
+    said, took = ([event for event in pair["traceEvents"] if event["pid"] == pid] for pid in (1, 2))
+    assert said[0]["args"]["name"].startswith("simulated: tinymoe") and took[0]["args"]["name"].startswith("measured: tinymoe")
+    assert said[1:] == [event for event in perfetto.export(result)["traceEvents"] if event["ph"] != "M" or event["name"] != "process_name"]
+    assert [2 * x["dur"] for x in said if x["ph"] == "X"] == pytest.approx([x["dur"] for x in took if x["ph"] == "X"])
+    assert len({x["id"] for x in pair["traceEvents"] if x["ph"] == "s"}) == sum(x["ph"] == "s" for x in pair["traceEvents"])

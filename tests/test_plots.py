@@ -74,7 +74,7 @@ def test_steps_can_be_chosen() -> None:
 def test_stalls_add_up_to_the_metric() -> None:
     result = small_result()
     assert result.meter is not None
-    spans = plots._stalls(result.tasks)
+    spans = plots.load_waits(result.tasks)
     assert (spans[:, 1] - spans[:, 0]).sum() * metrics.PS == pytest.approx(metrics.io_wait_s(result.meter))
 
 
@@ -120,3 +120,41 @@ def test_bottleneck_of_a_compute_bound_run(tmp_path: Path) -> None:
     found = bottleneck.find(result, result.as_dict())
     assert found is not None and found.lane == "gpu" and found.share == pytest.approx(1.0) and np.isclose(found.wait_ms, 0)
     assert "The GPU sets the pace" in found.finding and "kernel launches" in found.advice
+
+
+def test_parts_of_a_token_add_up_to_its_time() -> None:
+    result = small_result()
+    assert result.meter is not None
+    parts = plots.token_parts(result.tasks)
+    ends = result.tasks.end[result.tasks.steps[:, 2]]
+    assert parts.shape == (5, 3) and (parts >= 0).all()
+    assert parts.sum(axis=1).tolist() == np.diff(ends).tolist()
+    waits = plots.load_waits(result.tasks)
+    late = result.tasks.start > ends[0]  # one device computes: nothing hides a wait
+    assert parts[:, 1].sum() == (waits[late, 1] - waits[late, 0]).sum()
+
+
+def test_spans_are_covered_once() -> None:
+    spans = np.array([[0, 4], [1, 2], [3, 6], [9, 9], [8, 10], [20, 30]])
+    assert plots._covered(spans, np.array([0, 1, 5, 7, 9, 15, 25, 40])).tolist() == [0, 1, 5, 6, 7, 8, 13, 18]
+    assert plots._covered(spans[:0], np.array([3, 7])).tolist() == [0, 0]
+
+
+def test_token_latency() -> None:
+    result = small_result()
+    itl = result.as_dict()["metrics"]["itl_ms"]
+    ax = plots.token_latency(result)
+    assert ax.get_xlabel() == "output token" and ax.get_ylabel().endswith("(ms)")
+    assert f"{itl['median']:.3g} ms in the median, {itl['p99']:.3g} ms at p99" in ax.get_title(loc="left")
+    legend = ax.get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels[-3:] == [f"{name}, {itl[name]:.3g} ms" for name in ("median", "p95", "p99")]
+    assert labels[0].startswith("computing, ") and labels[1].startswith("waiting for loads, ")
+    assert ax.get_xlim() == (1.5, 6.5)
+
+
+def test_latency_needs_two_tokens(tmp_path: Path) -> None:
+    result = simulate(load_case(write_scenario(tmp_path), ("workload={prompt_tokens: 8, output_tokens: 1}",)))
+    with pytest.raises(InputError, match="two output tokens"):
+        plots.token_latency(result)

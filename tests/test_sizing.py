@@ -105,11 +105,12 @@ def test_what_no_machine_can_do_gets_the_nearest(tmp_path: Path) -> None:
     assert found.best is None and not found.ranked and found.misses[0].option.machine == canonical(BIG)
     assert found.counts["ruled out by a bound"] == 3  # no token is faster than its weights are read
     every = speeds(tmp_path)
-    poor = sized(tmp_path, level={"decode_tok_s": 0.9 * max(every.values())}, budget={"amount": 1000, "currency": "USD"})
+    poor = sized(tmp_path, level={"decode_tok_s": 0.9 * every[CARD]}, budget={"amount": 1000, "currency": "USD"}, consider=[CARD])
     assert not poor.ranked and poor.above and poor.best is not None
     assert "nothing within the budget" in report_sizing.headline(poor)
-    near = sized(tmp_path, level={"decode_tok_s": 1.1 * every[SMALL]}, consider=[SMALL])
-    assert near.best is None and near.misses[0].option.machine == canonical(SMALL)
+    assert poor.base is not None and poor.base.worst.experts == poor.formats[-1] == "Q8_0"  # as its upgrades, whatever is recommended
+    near = sized(tmp_path, level={"decode_tok_s": (every[CARD] + every[BIG]) / 2}, consider=[CARD], quality={"formats": ["Q8_0"]})
+    assert near.best is None and near.misses[0].option.machine == canonical(CARD)
     assert near.misses[0].fix is not None and near.misses[0].fix.option.reached >= 1
 
 
@@ -147,6 +148,13 @@ def test_a_batch_is_judged_by_its_requests(tmp_path: Path) -> None:
     assert found.ranked[0].growth is None
 
 
+def test_a_miss_says_all_that_it_lacks(tmp_path: Path) -> None:
+    every = speeds(tmp_path)
+    found = sized(tmp_path, level={"decode_tok_s": 2 * every[SMALL], "ttft": "1 us"}, consider=[SMALL])
+    lacks = json.loads(report_sizing.sizing_json(found))["misses"][0]["short"]
+    assert f"{every[SMALL]:.3g} of " in lacks and "first token after" in lacks and "of 1 us" in lacks
+
+
 def test_growth_names_what_fails_first(tmp_path: Path) -> None:
     every = speeds(tmp_path)
     found = sized(tmp_path, level={"decode_tok_s": 0.95 * every[SMALL]}, consider=[SMALL], quality={"formats": ["Q8_0"]})
@@ -179,7 +187,9 @@ def test_an_own_table_takes_the_place_of_the_bundled_one(tmp_path: Path) -> None
     path.write_text(yaml.safe_dump({"currency": "EUR", "parts": {"rtx-5060-ti-16gb": mine}}))
     with pytest.raises(InputError, match="a rate of USD in EUR"):
         load_prices(path)
-    path.write_text(yaml.safe_dump({"currency": "USD", "parts": {"rtx-5060": {**mine, "currency": "USD"}, "rtx-9999": {**mine, "currency": "USD"}}}))
+    path.write_text(
+        yaml.safe_dump({"currency": "USD", "parts": {"rtx-5060": {**mine, "currency": "USD"}, "rtx-9999": {**mine, "currency": "USD"}}})
+    )
     with pytest.raises(InputError, match="rtx-9999"):
         load_prices(path)
 

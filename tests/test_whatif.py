@@ -35,7 +35,10 @@ def scenario(folder: Path, *, compute: bool, io: bool, **settings: Any) -> Path:
     on = machine(None, launch="0 s")
     fast = "1 PB/s"
     on["channels"]["unified"] = {"bandwidth": fast}
-    on["storage"]["ssd"]["curve"] = [{"request": "1 kB", "depth": 1, "bandwidth": "5 MB/s"}, {"request": "10 kB", "depth": 1, "bandwidth": "5 MB/s"}]
+    on["storage"]["ssd"]["curve"] = [
+        {"request": "1 kB", "depth": 1, "bandwidth": "5 MB/s"},
+        {"request": "10 kB", "depth": 1, "bandwidth": "5 MB/s"},
+    ]
     for device in on["devices"].values():
         device["peak"] = {name: "2 MFLOP/s" if compute else "1000000 TFLOP/s" for name in device["peak"]}
     ids = [[(t + layer) % 4 for layer in range(LAYERS)] for t in range(9)]

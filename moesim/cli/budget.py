@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moesim import report_budget
+from moesim import report_against, report_budget
 from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, say
 from moesim.errors import DoesNotFit
+from moesim.memory_log import compare
 from moesim.report_budget import Budget
 from moesim.simulate import load_case
 from moesim.units import show
@@ -30,6 +32,12 @@ def budget(
             metavar="PLAN", help="A format or an inline YAML plan instead of the scenario's; repeat it to compare.", show_default=False
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="LOG", help="Compare the plan with recorded memory: nvidia-smi CSV, llama.cpp log, CSV of time,bytes.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Show where the memory goes, what is left, and the largest context that fits."""
     chosen = (*(assignments or ()), *([f"hardware={json.dumps(hardware)}"] if hardware is not None else []))
@@ -38,6 +46,9 @@ def budget(
     else:
         case = load_case(scenario, chosen)
         plans = [Budget(report_budget.plan_name(case), case)]
+    if against is not None:
+        _against(plans[0], against, output)
+        return
     printers = {
         Format.text: report_budget.text,
         Format.json: report_budget.as_json,
@@ -48,6 +59,16 @@ def budget(
     if check:
         for plan in plans:
             _check(plan, named=len(plans) > 1)
+
+
+def _against(plan: Budget, log: Path, output: Format) -> None:
+    printers = {
+        Format.text: report_against.text,
+        Format.json: report_against.as_json,
+        Format.md: report_against.markdown,
+        Format.csv: report_against.as_csv,
+    }
+    say(printers[output](compare(plan.case.layout, log)))
 
 
 def _check(plan: Budget, named: bool) -> None:

@@ -29,7 +29,13 @@ COMMANDS = {
     "whatif": ("moesim.cli.whatif", "Show what a scenario's speed depends on, and what each change would buy."),
     "size": ("moesim.cli.size", "Find the machines and upgrades that meet stated needs, the cheapest first."),
     "doctor": ("moesim.cli.doctor", "Check a scenario for what usually goes wrong, and what each fault costs."),
+    "report": ("moesim.cli.report", "Write a page that shows one run, or compares several: verdict, memory, timeline, what-if, assumptions."),
     "budget": ("moesim.cli.budget", "Show where the memory goes, what is left, and the largest context that fits."),
+    "from-llama": (
+        "moesim.cli.from_llama",
+        "Turn a llama.cpp or ik_llama.cpp command line into a scenario; what has no counterpart is noted.",
+    ),
+    "suggest-flags": ("moesim.cli.suggest_flags", "Search the llama.cpp flags that run a scenario's model fastest on its machine."),
     "models": ("moesim.cli.models", "List the bundled models."),
     "hardware": ("moesim.cli.hardware", "List the bundled hardware profiles, the parts to compose one, or show a machine."),
     "scenarios": ("moesim.cli.scenarios", "List the bundled scenarios."),

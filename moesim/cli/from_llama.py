@@ -1,0 +1,46 @@
+"""Owns ``moesim from-llama``: a command line of llama.cpp or ik_llama.cpp as a scenario."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from moesim.cli.options import check_target, note, say, write
+from moesim.llama_flags import to_scenario
+from moesim.llama_options import parse_command
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command(
+    "from-llama", epilog="Example: moesim from-llama 'llama-bench -m Qwen3-30B-A3B-Q4_K_M.gguf -ncmoe 20 -fa 1' --hardware desktop-24gb -o run.yaml"
+)
+def command(
+    line: Annotated[str, typer.Argument(metavar="LINE", help="The command line, as one quoted argument.", show_default=False)],
+    hardware: Annotated[str, typer.Option(metavar="MACHINE", help="A profile, or parts joined by +.", show_default=False)],
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="A bundled model or file in place of the line's -m.", show_default=False)
+    ] = "",
+    engine: Annotated[
+        str, typer.Option(help="llama.cpp or ik_llama.cpp; default: told by the options that are used.", show_default=False)
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE.yaml", help="Write the scenario here instead of to stdout.", show_default=False)
+    ] = None,
+) -> None:
+    """Turn a llama.cpp or ik_llama.cpp command line into a scenario; what has no counterpart is noted."""
+    if output is not None:
+        check_target(output, "--output", ".yaml")
+    said = parse_command(line, engine)
+    found = to_scenario(said, hardware, model, output.stem if output is not None else "")
+    head = f"# {' '.join(line.split())}\n" if line.isprintable() else ""
+    text = head + yaml.safe_dump(found.scenario, sort_keys=False, width=140, allow_unicode=True)
+    if output is None:
+        say(text)
+    else:
+        write(output, text, "--output")
+    for remark in found.notes:
+        note(f"note: {remark}")

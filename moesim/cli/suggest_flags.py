@@ -1,0 +1,36 @@
+"""Owns ``moesim suggest-flags``: the llama.cpp flags that a scenario's model runs best with on its machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from moesim import llama_suggest
+from moesim.cli.options import Assignments, ListFormat, ListOutput, Machine, ScenarioName, note, say
+from moesim.errors import InputError, did_you_mean
+from moesim.llama_options import FORK, MAINLINE, TOOLS
+from moesim.simulate import load_case
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command("suggest-flags", epilog="Example: moesim suggest-flags qwen3-30b-desktop --set precision=Q4_K")
+def command(
+    scenario: ScenarioName,
+    output: ListOutput = ListFormat.text,
+    assignments: Assignments = None,
+    hardware: Machine = None,
+    tool: Annotated[str, typer.Option(help="llama-cli, llama-server or llama-bench.")] = "llama-cli",
+    engine: Annotated[str, typer.Option(help=f"{MAINLINE} or {FORK}.")] = MAINLINE,
+) -> None:
+    """Search the llama.cpp flags that run a scenario's model fastest on its machine."""
+    for option, value, known in (("--tool", tool, TOOLS), ("--engine", engine, (MAINLINE, FORK))):
+        if value not in known:
+            raise InputError(option, expected="one that is known", got=f'"{value}"', fix=did_you_mean(value, known))
+    case = load_case(scenario, (*(assignments or ()), *([f"hardware={json.dumps(hardware)}"] if hardware is not None else [])))
+    if "gpu1" in case.hardware.devices:
+        note("note: only the first GPU is used; dividing layers among several is not searched")
+    found = llama_suggest.suggest(case, tool, engine)
+    say(llama_suggest.as_json(found) if output is ListFormat.json else llama_suggest.text(found))
