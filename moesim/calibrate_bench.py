@@ -17,20 +17,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
+from moesim.config import Document, build
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile
 from moesim.hardware_compose import find_hardware
-from moesim.hardware_parts import Device, Figure
+from moesim.hardware_parts import Device, Figure, times
+from moesim.knobs import on
 from moesim.llama_bench import BenchRow, read_bench
 from moesim.llama_flags import to_scenario
 from moesim.scenario import Scenario
 from moesim.simulate import Case, make_case, simulate
-from moesim.knobs import on
 
-ROUNDS = 6
+FAR = math.log(100)  # factors from 1/100 to 100 are searched
+HALVINGS = 10  # to within half a percent
 ANSWER = 8  # tokens simulated of an answer
 ENOUGH = 0.01
-LEAST = 1e-3  # a change of the result by less than this share is none
 Factors = dict[str, tuple[float, float]]  # device -> of decode, of prefill
 
 
@@ -77,12 +80,17 @@ def calibrate_from(path: Path, hardware: str, model: str = "") -> BenchCalibrati
     notes: list[str] = []
     for group in sorted(set(used), key=lambda devices: (len(devices), devices)):
         free = [device for device in group if device not in factors]
+        if len(group) > 1 and any(row.prefill for row, devices in zip(rows, used, strict=True) if devices == group):
+            notes.append(
+                "pp rows with experts on the CPU: llama.cpp copies them to the GPU, so the arithmetic found holds for such runs only"
+            )
         mine = [i for i, devices in enumerate(used) if devices == group]
         if free:
             _turn([rows[i] for i in mine], [cases[i] for i in mine], free, factors, base, notes)
-    profile = turned(base, factors, path.name, rows)
+    profile = turned(base, factors, path.name, len(rows))
     fitted = [
-        Fitted(row, devices, _speed(case, base), _speed(case, profile)) for row, case, devices in zip(rows, cases, used, strict=True)
+        Fitted(row, devices, _speed(row, case, base), _speed(row, case, profile))
+        for row, case, devices in zip(rows, cases, used, strict=True)
     ]
     return BenchCalibration(profile, factors, tuple(fitted), tuple(notes))
 
@@ -94,7 +102,7 @@ def _case(row: BenchRow, hardware: str, model: str) -> Case:
         skipped = max(command.generate - ANSWER, 0) // 2
         command = replace(command, depth=command.depth + skipped, generate=min(command.generate, ANSWER))
     try:
-        return make_case(Scenario.model_validate(to_scenario(command, hardware, model).scenario))
+        return make_case(build(Scenario, Document(to_scenario(command, hardware, model).scenario, row.where)))
     except InputError as error:
         raise error.at(row.where) from None
 
@@ -104,49 +112,66 @@ def _devices(case: Case) -> tuple[str, ...]:
     return tuple(sorted({*layout.attention_device, *(layout.expert_device[i] for i in layout.moe_layers)}))
 
 
-def _speed(case: Case, hardware: HardwareProfile) -> float:
-    changed = hardware if not case.scenario.hardware_set else _with_threads(case, hardware)
-    metrics = simulate(on(case, changed.derated(case.scenario.derate)), keep=False).as_dict()["metrics"]
+def _speed(row: BenchRow, case: Case, hardware: HardwareProfile) -> float:
+    """Tokens/s of a row's case on another state of its machine, with the arithmetic that its threads leave the CPU."""
+    cpu, threads = hardware.devices["cpu"], row.command.threads
+    if threads is not None and cpu.cores is not None and threads < cpu.cores.value:
+        peaks = {name: times(peak, threads / cpu.cores.value) for name, peak in cpu.peak.items()}
+        hardware = hardware.model_copy(update={"devices": {**hardware.devices, "cpu": cpu.model_copy(update={"peak": peaks})}})
+    metrics = simulate(on(case, hardware.derated()), keep=False).as_dict()["metrics"]
     if metrics is None:
-        raise InputError("--from", expected="runs that fit the machine's memory", got="one that does not", fix="choose the machine that was measured")
-    return float(metrics["prefill_tok_s"] if case.scenario.workload.prompt_tokens else metrics["decode_tok_s"])
+        raise InputError("--from", expected="runs that fit the machine's memory", got="one that does not", fix="choose the machine that was measured",
+                         where=row.where)  # fmt: skip
+    return float(metrics["prefill_tok_s" if row.prefill else "decode_tok_s"])
 
 
-def _with_threads(case: Case, hardware: HardwareProfile) -> HardwareProfile:
-    """The profile with the peaks that the row's number of threads leaves the CPU."""
-    cpu = hardware.devices["cpu"].model_copy(update={"peak": case.hardware.devices["cpu"].peak})
-    return hardware.model_copy(update={"devices": {**hardware.devices, "cpu": cpu}})
-
-
-def _turn(rows: Sequence[BenchRow], cases: Sequence[Case], free: Sequence[str], factors: Factors, base: HardwareProfile, notes: list[str]) -> None:
-    """Find the factors of ``free`` devices by fixed-point steps; both kinds of rows in turn, as decode also bounds prompts."""
+def _turn(
+    rows: Sequence[BenchRow], cases: Sequence[Case], free: Sequence[str], factors: Factors, base: HardwareProfile, notes: list[str]
+) -> None:
+    """Find the common factors of ``free`` devices by bisection, decode first, as memory also bounds prompts."""
     factors |= dict.fromkeys(free, (1.0, 1.0))
+    names = ", ".join(free)
     for prefill in (False, True):
-        mine = [i for i, row in enumerate(rows) if row.prefill == prefill]
+        mine = [(row, case) for row, case in zip(rows, cases, strict=True) if row.prefill == prefill]
         if not mine:
-            notes.append(f"{', '.join(free)}: no {'pp' if prefill else 'tg'} rows; its {'arithmetic' if prefill else 'memory rate'} stays as it was")
+            notes.append(f"{names}: no {'pp' if prefill else 'tg'} rows; its {'arithmetic' if prefill else 'memory rate'} stays as it was")
             continue
-        last = math.inf
-        for _ in range(ROUNDS):
-            machine = turned(base, factors, "", rows)
-            off = math.fsum(math.log(rows[i].tok_s / _speed(cases[i], machine)) for i in mine) / len(mine)
-            if abs(off) < ENOUGH or abs(last - off) < LEAST:
-                break
-            last = off
-            for device in free:
-                decode, prompt = factors[device]
-                factors[device] = (decode, prompt * math.exp(off)) if prefill else (decode * math.exp(off), prompt)
-        if abs(off) > ENOUGH:
+        before = _off(mine, base, factors)
+        if abs(before) < ENOUGH:
+            continue
+        end = math.copysign(FAR, before)
+        if _off(mine, base, _changed(factors, free, prefill, end)) * before > 0:
             what = "prompts" if prefill else "answers"
-            notes.append(f"{', '.join(free)}: {what} remain {math.expm1(-off):+.0%} off; something else than its rates bounds them, or a share of 1")
+            notes.append(
+                f"{names}: {what} stay {math.expm1(-before):+.0%} off; something else than its rates bounds them, or a share is 1 already"
+            )
+            continue
+        low, high = sorted((0.0, end))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _off(mine, base, _changed(factors, free, prefill, middle)) > 0 else (low, middle)
+        factors |= _changed(factors, free, prefill, (low + high) / 2)
 
 
-def turned(base: HardwareProfile, factors: Mapping[str, tuple[float, float]], source: str, rows: Sequence[BenchRow]) -> HardwareProfile:
+def _changed(factors: Factors, free: Sequence[str], prefill: bool, log_factor: float) -> Factors:
+    """Factors with those of ``free`` devices replaced."""
+    decode = factors[free[0]][0]
+    pair = (decode, math.exp(log_factor)) if prefill else (math.exp(log_factor), 1.0)
+    return factors | dict.fromkeys(free, pair)
+
+
+def _off(mine: Sequence[tuple[BenchRow, Case]], base: HardwareProfile, factors: Factors) -> float:
+    """Mean logarithm of measured over predicted tokens/s; it falls as rates rise."""
+    machine = turned(base, factors, "", len(mine))
+    return math.fsum(math.log(row.tok_s / _speed(row, case, machine)) for row, case in mine) / len(mine)
+
+
+def turned(base: HardwareProfile, factors: Mapping[str, tuple[float, float]], source: str, n_rows: int) -> HardwareProfile:
     """Return a profile with devices' rates times their factors; figures that change are measured, by ``source``."""
     devices = dict(base.devices)
     for name, (decode, prefill) in factors.items():
         device: Device = devices[name]
-        said = f"{source}: {len(rows)} rows of llama-bench"
+        said = f"{source}: {n_rows} rows of llama-bench"
         update: dict[str, Figure[float]] = {}
         if decode != 1:
             update["memory_efficiency"] = _measured(min(device.memory_efficiency.value * decode, 1.0), said)
@@ -159,3 +184,13 @@ def turned(base: HardwareProfile, factors: Mapping[str, tuple[float, float]], so
 
 def _measured(value: float, source: str) -> Figure[float]:
     return Figure[float](value=value, basis="measured", source=source)
+
+
+def profile_text(found: BenchCalibration) -> str:
+    """Return the profile as YAML, headed by what it was made from."""
+    lines = [
+        f"# {row.row.test} on {' and '.join(row.devices)}: measured {row.row.tok_s:.4g} tokens/s, calibrated {row.after:.4g}"
+        for row in found.rows
+    ]
+    data = found.profile.model_dump(mode="json", exclude_none=True)
+    return "\n".join([*lines, yaml.safe_dump(data, sort_keys=False, width=140, allow_unicode=True)])

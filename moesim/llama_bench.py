@@ -28,6 +28,7 @@ _COLUMNS = {
 }  # fmt: skip
 _DEFAULTS = {"-ts": ("0.00", "0"), "-ot": ("none", ""), "-ngl": ("-1",), "-rtr": ("0", "false"), "-mla": ("0",), "-ncmoe": ("0",)}
 _TEST = re.compile(r"(pp|tg)\s*(\d+)(?:\s*@\s*d\s*(\d+))?")
+_QUALITY = re.compile(r" - (Small|Medium|Large)")  # how a model's type is written where no file is named
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)")
 
 
@@ -102,6 +103,9 @@ def _row(data: Mapping[str, Any], where: str) -> BenchRow:
         value = next((str(data[name]).strip() for name in names if data.get(name) is not None), "")
         if value and value.lower() not in _DEFAULTS.get(option, ()):
             words += [option, {"true": "1", "false": "0"}.get(value.lower(), value)]
+    kind = str(data.get("model_type") or data.get("model") or "")
+    if "-m" not in words and kind:
+        words += ["-m", _QUALITY.sub(lambda m: f"_{m[1][0]}", kind)]
     if "test" in data:
         match = _TEST.fullmatch(str(data["test"]).strip())
         if not match:

@@ -17,11 +17,12 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from moesim.architecture import MlaAttention
+from moesim.config import Document, build
 from moesim.errors import InputError
 from moesim.field_memory import compute_buffers
 from moesim.hardware import HardwareProfile, kind
@@ -94,7 +95,7 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
     if command.prompt == command.generate == 0:
         raise InputError("command line", expected="a prompt or an answer", got="-p 0 -n 0")
     _threads(command, machine, places, scenario, notes)
-    spec = Scenario.model_validate(scenario)
+    spec = build(Scenario, Document(scenario, "command line"))
     plan = stated_plan(spec.precision, None if not _from_file(meant.precision) else make_case(spec).plan, "")
     layout = Layout(spec, meant.model, plan, machine)
     cards = max(len(set(places.attention) - {"cpu"}), 1)
@@ -147,7 +148,9 @@ def _places(command: LlamaCommand, model: ModelSpec, machine: HardwareProfile, n
         part: tuple(device(part, "latent" if part == "attention" and isinstance(model.attention_at(i), MlaAttention) else part, i) for i in range(n))
         for part in ("attention", "routed_experts", "shared_expert")
     }  # fmt: skip
-    notes += [f"-ot: tensors of a layer's {part.replace('_', ' ')} are parted; the device of most of them is taken" for part in sorted(parted)]
+    notes += [
+        f"-ot: tensors of a layer's {part.replace('_', ' ')} are parted; the device of most of them is taken" for part in sorted(parted)
+    ]
     dense = [i for i in range(n) if model.dense_size(i) and not model.is_moe(i)]
     if any(_overridden(command, f"blk.{i}.ffn_up.weight", own[i], cards) != found["attention"][i] for i in dense):
         notes.append("-ot: a dense FFN goes with its layer's attention")
@@ -246,7 +249,9 @@ def _threads(command: LlamaCommand, machine: HardwareProfile, places: Places, sc
     if share < 1:
         peaks = {name: {"value": f"{peak.value * share / 1e12:.6g} TFLOP/s"} for name, peak in cpu.peak.items()}
         scenario["hardware_set"] = {"devices": {"cpu": {"peak": peaks}}}
-        notes.append(f"-t {command.threads}: {share:.0%} of the CPU's arithmetic; that fewer threads also draw less bandwidth is not modelled")
+        notes.append(
+            f"-t {command.threads}: {share:.0%} of the CPU's arithmetic; that fewer threads also draw less bandwidth is not modelled"
+        )
     elif share > 1:
         notes.append(f"-t {command.threads}: more than the CPU's {cpu.cores.value} cores; not modelled")
 
@@ -259,11 +264,15 @@ def _unmodelled(command: LlamaCommand, places: Places, spec: Scenario) -> list[s
     if command.split_mode in ("row", "tensor", "graph", "attn"):
         out.append(f"-sm {command.split_mode}: cards that share a layer are not modelled; layers are divided as -sm layer does")
     if places.mixed and command.copies_experts and command.prompt >= 32:
-        out.append("prompts: llama.cpp copies experts in main memory to the GPU from 32 tokens on; here the CPU computes them (backtest models it)")
+        out.append(
+            "prompts: llama.cpp copies experts in main memory to the GPU from 32 tokens on; here the CPU computes them (backtest models it)"
+        )
     if places.attention[0] == "cpu" and places.head != "cpu":
         out.append("-ngl: the compute buffer is counted where layer 0 runs, in main memory")
     if command.tool == BENCH and command.prompt and command.generate:
-        out.append(f"llama-bench: pp and tg are tests of their own; here decode starts at a depth of {command.depth + command.prompt} tokens")
+        out.append(
+            f"llama-bench: pp and tg are tests of their own; here decode starts at a depth of {command.depth + command.prompt} tokens"
+        )
     if command.cache_v[:1] in ("q", "i") and command.flash is False:
         out.append("-ctv: llama.cpp refuses a quantised V cache without -fa")
     if command.flash is not None:
@@ -329,12 +338,18 @@ def _where(layout: Layout, engine: str, bench: bool) -> list[str]:
     devices = [*attention, layout.head_device]
     first = next((i for i, device in enumerate(devices) if device != "cpu"), n + 1)
     if layout.head_device == "cpu" and first < n and engine == MAINLINE:
-        raise InputError("placement.attention", expected="an output layer on the GPU with the last layers", got="cpu", fix="choose --engine ik_llama.cpp")
+        raise InputError(
+            "placement.attention", expected="an output layer on the GPU with the last layers", got="cpu", fix="choose --engine ik_llama.cpp"
+        )
     held = n + 1 - first if engine == MAINLINE or first == 0 or first > n else n - first + (first == n)
     words = ["-ngl", str(held)]
     cards = [name for name in layout.hardware.devices if kind(name) == "gpu"]
-    own = ["cpu"] * first + devices[first:]
-    counts = [own.count(card) for card in cards]
+    own = ["cpu"] * first
+    for device in devices[first:]:
+        own.append(own[-1] if device == "cpu" and len(own) > first else device)
+    if any(cards.index(a) > cards.index(b) for a, b in pairwise(own[first:])):
+        raise InputError("placement.layers", expected="layers on the cards in their order", got=", ".join(dict.fromkeys(own[first:])))
+    counts = [own[: n + (layout.head_device != "cpu")].count(card) for card in cards]
     if held and len(cards) > 1:
         words += ["-ts", ",".join(map(str, counts))]
     moved: dict[str, Mapping[int, str]] = {
@@ -352,7 +367,9 @@ def _where(layout: Layout, engine: str, bench: bool) -> list[str]:
                 words += short
                 continue
             tensors = EXPERTS_PATTERN.removeprefix(r"\.") if pattern == "experts" else pattern
-            overrides.append(rf"blk\.({'|'.join(map(str, layers))})\.{tensors}={'CPU' if device == 'cpu' else f'CUDA{cards.index(device)}'}")
+            overrides.append(
+                rf"blk\.({'|'.join(map(str, layers))})\.{tensors}={'CPU' if device == 'cpu' else f'CUDA{cards.index(device)}'}"
+            )
     if bench and engine == MAINLINE:
         overrides = [";".join(overrides)] if overrides else []
     return [*words, *(word for override in overrides for word in ("-ot", override))]

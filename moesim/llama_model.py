@@ -25,7 +25,12 @@ BITS = {
     "UD-Q5_K_XL": 5.70, "UD-Q4_K_XL": 4.70, "UD-Q3_K_XL": 3.53, "UD-Q2_K_XL": 2.99, "UD-IQ3_XXS": 3.20, "IQ4_XS": 4.32, "IQ3_XXS": 3.20,
     "IQ2_XXS": 2.20, "Q8_0": 8.51, "Q6_K": 6.57, "Q5_K_M": 5.69, "Q4_K_M": 4.83, "Q3_K_M": 3.78, "Q4_0": 4.57,
 }  # fmt: skip
-PLAIN = {"MXFP4": {"default": "Q8_0", "routed_experts": "mxfp4"}, "BF16": {"default": "bf16"}, "F16": {"default": "F16"}, "F32": {"default": "F32"}}
+PLAIN = {
+    "MXFP4": {"default": "Q8_0", "routed_experts": "mxfp4"},
+    "BF16": {"default": "bf16"},
+    "F16": {"default": "F16"},
+    "F32": {"default": "F32"},
+}
 _QUANT = re.compile(r"(?:UD-)?(?:IQ\d_[A-Z]+|Q\d(?:_K)?(?:_[SML0-9]+|_XL)*|MXFP4|BF16|F16|F32)(?![A-Za-z0-9])", re.IGNORECASE)
 GPU_TYPES = {"fp16": "f16", "fp32": "f32", "bf16": "bf16", "Q6_K": "q6_0"}
 
@@ -73,8 +78,8 @@ def meant_model(command: LlamaCommand, name: str = "") -> Meant:
         raise InputError("quantisation", expected="a file name that states one", got=f'"{PurePosixPath(command.model).name}"', fix=fix)
     plan = plan_of(model, quant, BITS[quant], KV_FORMATS[command.cache_k])
     data = plan.model_dump(mode="json", exclude_none=True)
-    own = [o | ({"layers": spans(o["layers"])} if "layers" in o else {}) for o in data.pop("overrides")]
-    overrides = [*own, *kv.pop("overrides", [])]
+    divided = [o | ({"layers": spans(o["layers"])} if "layers" in o else {}) for o in data.pop("overrides")]
+    overrides = [*divided, *kv.pop("overrides", [])]
     notes.append(f"{quant}: {BITS[quant]:g} bits per weight, the median of public files; a file's own header would be exact")
     stated = {key: value for key, value in data.items() if key != "kv"} | kv
     return Meant(chosen, model, stated | ({"overrides": overrides} if overrides else {}), tuple(notes))

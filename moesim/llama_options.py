@@ -217,7 +217,9 @@ def _overrides(name: str, value: str, bench: bool, notes: list[str]) -> Iterator
         yield pattern, buffer
 
 
-def _typed(tool: str, engine: str, said: dict[str, tuple[str, str]], overrides: tuple[tuple[str, str], ...], notes: list[str]) -> LlamaCommand:
+def _typed(
+    tool: str, engine: str, said: dict[str, tuple[str, str]], overrides: tuple[tuple[str, str], ...], notes: list[str]
+) -> LlamaCommand:
     def whole(field: str, default: int, least: int = 0) -> int:
         return _whole(*said[field], least=least) if field in said else default
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,11 +72,18 @@ def suggest(case: Case, tool: str = "llama-cli", engine: str = MAINLINE) -> list
         If none fits the machine's memory.
     """
     chunks = [c for c in CHUNKS if c == CHUNKS[0] or case.scenario.workload.prompt_tokens > CHUNKS[0]]
-    found = [_simulated(*laid, tool, engine) for kv in KV_CHOICES for chunk in chunks if (laid := _fitting(case, kv, chunk, engine)) is not None]
+    found = [
+        _simulated(*laid, case.scenario.workload.output_tokens, tool, engine)
+        for kv in KV_CHOICES
+        for chunk in chunks
+        if (laid := _fitting(case, kv, chunk, engine)) is not None
+    ]
     if not found:
         raise DoesNotFit(f"{case.model.name} does not fit {case.hardware.name} in any way that llama.cpp can place it")
     least = min(c.seconds for c in found)
-    return sorted(found, key=lambda c: (c.seconds > least * (1 + CLOSE), KV_CHOICES.index(c.kv) if c.seconds <= least * (1 + CLOSE) else 0, c.seconds))
+    return sorted(
+        found, key=lambda c: (c.seconds > least * (1 + CLOSE), KV_CHOICES.index(c.kv) if c.seconds <= least * (1 + CLOSE) else 0, c.seconds)
+    )
 
 
 def _fitting(case: Case, kv: str, chunk: int, engine: str) -> tuple[Case, str] | None:
@@ -114,7 +121,7 @@ def _laid_out(case: Case, kv: str, chunk: int, engine: str, on_cpu: int, first: 
     device, work = "cpu" if cpu else "gpu", scenario.workload
     changed = scenario.model_copy(update={
         "workload": work.model_copy(update={"prefill_chunk": chunk, "output_tokens": min(work.output_tokens, ANSWER)}),
-        "memory": MemoryPlan(context_tokens=context, workspace=workspace, mla_compressed=runtime.choose("latent_cache", run) == "compressed"),
+        "memory": MemoryPlan.model_validate({"context_tokens": context, "workspace": f"{workspace} B", "mla_compressed": runtime.choose("latent_cache", run) == "compressed"}),
         "placement": Placement.model_validate({"attention": device, "experts": device, "embeddings": main, "layers": rules, "pools": pools}),
         "prefetch": Prefetch(), "pipeline": Pipeline(), "granularity": "layer", "io": Io(engine="mmap") if hardware.storage else Io(),
     })  # fmt: skip
@@ -125,14 +132,16 @@ def _with_kv(plan: PrecisionPlan, kv: str) -> PrecisionPlan:
     return plan.model_copy(update={"kv": kv, "overrides": tuple(o for o in plan.overrides if o.part != "kv")})
 
 
-def _simulated(case: Case, kv: str, tool: str, engine: str) -> Candidate:
+def _simulated(case: Case, kv: str, answer: int, tool: str, engine: str) -> Candidate:
     metrics = simulate(case, keep=False).as_dict()["metrics"] or {}
     prefill, decode = metrics.get("prefill_tok_s"), metrics.get("decode_tok_s")
     work = case.scenario.workload
-    rates = ((work.prompt_tokens * work.batch, prefill), (work.output_tokens * work.batch, decode))
+    rates = ((work.prompt_tokens * work.batch, prefill), (answer * work.batch, decode))
     seconds = sum(tokens / rate for tokens, rate in rates if tokens and rate) or float("inf")
+    whole = case.scenario.model_copy(update={"workload": work.model_copy(update={"output_tokens": answer})})
+    flags = to_flags(replace(case, scenario=whole), tool, engine)
     on_cpu = sum(case.layout.expert_device[i] == "cpu" for i in case.model.moe_layers)
-    return Candidate(case, tuple(to_flags(case, tool, engine)), kv, on_cpu, prefill, decode, seconds)
+    return Candidate(case, tuple(flags), kv, on_cpu, prefill, decode, seconds)
 
 
 # ---- what is said
@@ -155,7 +164,9 @@ def text(found: list[Candidate]) -> str:
     tiers = [t for t in best.left_bytes if kind(t) in ("vram", "ram", "unified")]
     head = ["", "KV", "micro-batch", "MoE layers on CPU", "prefill tok/s", "decode tok/s", *(f"{t} left" for t in tiers)]
     lines += columns([head, *_rows(found, tiers)], range(2, len(head)))
-    said = "Predicted by the simulator from the machine's profile: trust the order before the figures. q8_0 halves the cache and is not exact."
+    said = (
+        "Predicted by the simulator from the machine's profile: trust the order before the figures. q8_0 halves the cache and is not exact."
+    )
     return "\n".join([*lines, "", *wrap(said)]) + "\n"
 
 
@@ -163,4 +174,11 @@ def _rows(found: list[Candidate], tiers: list[str]) -> Iterator[list[str]]:
     for i, c in enumerate(found):
         rates = ["-" if rate is None else f"{rate:.3g}" for rate in (c.prefill_tok_s, c.decode_tok_s)]
         chunk = str(c.case.scenario.workload.prefill_chunk)
-        yield ["best" if i == 0 else "", cache_type(c.kv), chunk, str(c.layers_on_cpu), *rates, *(show(c.left_bytes[t], "bytes") for t in tiers)]
+        yield [
+            "best" if i == 0 else "",
+            cache_type(c.kv),
+            chunk,
+            str(c.layers_on_cpu),
+            *rates,
+            *(show(c.left_bytes[t], "bytes") for t in tiers),
+        ]

@@ -92,7 +92,13 @@ def read_record(path: Path, layout: Layout) -> list[Recorded]:
 def _gpu_tier(number: int, layout: Layout, where: str) -> str:
     cards = [name for name in layout.hardware.devices if kind(name) == "gpu"]
     if number >= len(cards):
-        raise InputError("GPU", expected=f"one of the machine's {len(cards)}", got=f"number {number}", fix="choose the machine with --hardware", where=where)
+        raise InputError(
+            "GPU",
+            expected=f"one of the machine's {len(cards)}",
+            got=f"number {number}",
+            fix="choose the machine with --hardware",
+            where=where,
+        )
     return layout.tier_of(cards[number])
 
 

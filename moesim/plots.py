@@ -5,7 +5,7 @@ Functions take ``ax=None`` and return Axes. Kinds differ in lightness and hatch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ def memory_watermark(result: Result, tier: str, ax: Axes | None = None) -> Axes:
     big = levels.max(axis=1) >= SMALL_LINE * capacity.total_bytes
     order = np.flatnonzero(big)[np.argsort(-levels[big].min(axis=1), kind="stable")]  # what never moves lies at the bottom
     stack = [(str(names[i]), levels[i]) for i in order]
-    planned = [line.name for line in result.case.layout.ledger.lines if line.tier == tier and line.bytes > 0]
+    looks = line_colours({line.name: line.bytes for line in result.case.layout.ledger.lines if line.tier == tier})
     small = np.flatnonzero(~big & (levels.max(axis=1) > 0))
     if len(small):
         rest = levels[small].sum(axis=0)
@@ -187,7 +187,7 @@ def memory_watermark(result: Result, tier: str, ax: Axes | None = None) -> Axes:
     for name, level in stack:
         top = bottom + level / 1e9
         label = f"{name}, {level.max() / 1e9:.2g} GB"
-        look = line_colour(name, planned)
+        look = looks.get(name, len(LINE_COLOURS) - 1)
         hatch, colour = _HATCHES[look], LINE_COLOURS[look]
         ax.fill_between(times, bottom, top, step="post", facecolor=colour, hatch=hatch, edgecolor="#ffffff", linewidth=0.3, label=label)
         bottom = top
@@ -277,10 +277,10 @@ def _covered(spans: NDArray[np.int64], at: NDArray[np.int64]) -> NDArray[np.int6
     return np.asarray(before[last] - np.where(last > 0, over, 0))
 
 
-def line_colour(name: str, lines: Sequence[str]) -> int:
-    """Return the index in ``LINE_COLOURS`` of a line among those of its tier's ledger; what is none of them takes the last."""
+def line_colours(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the index in ``LINE_COLOURS`` of each line of a tier by its planned bytes: the largest have their own, the rest share the last."""
     last = len(LINE_COLOURS) - 1
-    return lines.index(name) % last if name in lines else last
+    return {name: min(i, last) for i, name in enumerate(sorted(sizes, key=lambda name: (-sizes[name], name)))}
 
 
 def middle_steps(tasks: Tasks) -> tuple[int, int]:

@@ -19,7 +19,16 @@ def _rows(found: Sequence[Compared], indent: str) -> list[list[str]]:
         off = "-" if item.error is None else f"{percent(abs(item.error))} {'more' if item.error >= 0 else 'less'}"
         name = item.lines[0][0] if len(item.lines) == 1 and not item.reserved_bytes else "sum" if item.lines else "-"
         planned = show(item.planned_bytes, "bytes") if item.lines else "-"
-        rows.append([item.recorded.name, item.recorded.tier, name, planned, show(item.recorded.bytes, "bytes"), off + (f"; {item.note}" if item.note else "")])
+        rows.append(
+            [
+                item.recorded.name,
+                item.recorded.tier,
+                name,
+                planned,
+                show(item.recorded.bytes, "bytes"),
+                off + (f"; {item.note}" if item.note else ""),
+            ]
+        )
         parts = [*item.lines, *([("reserved", item.reserved_bytes)] if item.reserved_bytes else [])]
         if len(parts) > 1:
             rows += [["", "", f"{indent}{line}", show(size, "bytes"), "", ""] for line, size in parts]

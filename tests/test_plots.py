@@ -158,3 +158,8 @@ def test_latency_needs_two_tokens(tmp_path: Path) -> None:
     result = simulate(load_case(write_scenario(tmp_path), ("workload={prompt_tokens: 8, output_tokens: 1}",)))
     with pytest.raises(InputError, match="two output tokens"):
         plots.token_latency(result)
+
+
+def test_large_lines_have_colours_of_their_own() -> None:
+    looks = plots.line_colours({f"line {i}": 100 * i for i in range(12)})
+    assert [looks[f"line {i}"] for i in range(11, 3, -1)] == list(range(8)) and looks["line 0"] == 7

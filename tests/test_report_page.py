@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +24,7 @@ from moesim.text_table import number
 from moesim.units import show
 from moesim.whatif import whatif
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VOID = {"meta", "link", "img", "br", "rect", "path", "line", "wbr"}
 DOES_NOT_FIT = ("--set", "hardware_set.tiers.vram.capacity.value=515 MiB")
 
@@ -80,6 +83,7 @@ def test_a_page_is_one_file_that_asks_for_nothing() -> None:
             assert (attrs.get(name) or "data:").startswith("data:"), (tag, attrs)
     assert not re.search(r"url\((?!#)", small_page()) and "@import" not in small_page() and "http" not in small_page()
     assert len(small_page()) < 2_000_000
+    assert report_page.page_html([small_entry()]) == small_page()
 
 
 def test_a_page_says_what_run_says() -> None:
@@ -119,6 +123,21 @@ def test_the_timeline_holds_every_task_of_its_steps() -> None:
     assert spent * (end - begin) * MS == pytest.approx(float((tasks.end - tasks.start)[seen].sum()) * MS, rel=1e-5)
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_the_timeline_zooms_in_a_real_browser(tmp_path: Path) -> None:
+    clicks = "for (const b of ['zoom=\"2\"', 'move=\"0.5\"']) document.querySelector(`[data-${b}]`).click();"
+    (tmp_path / "p.html").write_text(small_page().replace("</body>", f"<script>{clicks}</script></body>"), encoding="utf-8")
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'user'}")
+    asked = [str(CHROMIUM), *flags, "--dump-dom", (tmp_path / "p.html").as_uri()]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    ticks = [float(x) for x in re.findall(r"<span>([\d.]+)</span>", done.stdout.split('class="axis"')[1].split("</div>")[0])]
+    whole = float(re.findall(r'class="lanes" data-ms="([\d.]+)"', small_page())[0])
+    assert ticks[0] == pytest.approx(0.5 * whole, rel=1e-3) and ticks[-1] == pytest.approx(whole, rel=1e-3)  # the second half
+    bar = re.search(r'<rect data-a="([\d.e-]+)" data-b="([\d.e-]+)" x="([\d.e-]+)"', done.stdout)
+    assert bar and float(bar[3]) == pytest.approx((float(bar[1]) - 0.5) / 0.5 * 1000, abs=0.01)
+
+
 def test_names_are_escaped() -> None:
     bad = '<script>alert("1")</script>&<b>'
     entry = from_file(f"{bad}.json", model=bad, hardware=bad, trace=bad)
@@ -129,6 +148,7 @@ def test_names_are_escaped() -> None:
         assert [tag for tag, _ in read.tags].count("script") == 1 and bad in read.words
         assert "<script>alert" not in page
     text = report_page.page_markdown([entry])
+    assert "<" not in text
     assert f"| model | {bad.replace('<', '&lt;')} |" in text
 
 

@@ -55,8 +55,9 @@ def call(capsys: pytest.CaptureFixture[str], suite: Path, *argv: str) -> tuple[i
 
 
 def test_from_suite_to_answer(suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record, plots = tmp_path / "validation.md", tmp_path / "plots"
-    code, out, err = call(capsys, suite, "--repeats", "2", "-o", "json", "--record", str(record), "--plot", str(plots))
+    record, plots, lines = tmp_path / "validation.md", tmp_path / "plots", tmp_path / "timelines"
+    wanted = ("--record", str(record), "--plot", str(plots), "--timeline", str(lines))
+    code, out, err = call(capsys, suite, "--repeats", "2", "-o", "json", *wanted)
     assert code in (0, 4), err
     found = json.loads(out)
     assert (code == 0) == found["summary"]["met"]
@@ -76,6 +77,10 @@ def test_from_suite_to_answer(suite: Path, tmp_path: Path, capsys: pytest.Captur
         assert row["errors"]["cost"] + row["errors"]["schedule"] == pytest.approx(row["latency_ms"]["predicted"] / typical(row) - 1)
     assert found["provenance"]["machine"]["torch"]
     assert sorted(path.name for path in plots.iterdir()) == ["one.png", "suite.png", "two.png"]
+    assert sorted(path.name for path in lines.iterdir()) == ["one.json", "two.json"]
+    events = json.loads((lines / "one.json").read_text(encoding="utf-8"))["traceEvents"]
+    slices = [[(x["name"], x["tid"]) for x in events if x["ph"] == "X" and x["pid"] == pid] for pid in (1, 2)]
+    assert slices[0] == slices[1] and len(slices[0]) > 10  # the same tasks on the same tracks
     page = record.read_text(encoding="utf-8")
     assert "| one |" in page
     assert "| two |" in page

@@ -35,7 +35,9 @@ def budget(
     against: Annotated[
         Path | None,
         typer.Option(
-            metavar="LOG", help="Compare the plan with recorded memory: nvidia-smi CSV, llama.cpp log, CSV of time,bytes.", show_default=False
+            metavar="LOG",
+            help="Compare the plan with recorded memory: nvidia-smi CSV, llama.cpp log, CSV of time,bytes.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:

@@ -16,22 +16,25 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 
 
 @app.command(
-    "from-llama", epilog="Example: moesim from-llama 'llama-bench -m Qwen3-30B-A3B-Q4_K_M.gguf -ncmoe 20 -fa 1' --hardware desktop-24gb -o run.yaml"
+    "from-llama",
+    epilog="Example: moesim from-llama 'llama-bench -m Qwen3-30B-A3B-Q4_K_M.gguf -ncmoe 20 -fa 1' --hardware desktop-24gb -o run.yaml",
 )
 def command(
     line: Annotated[str, typer.Argument(metavar="LINE", help="The command line, as one quoted argument.", show_default=False)],
     hardware: Annotated[str, typer.Option(metavar="MACHINE", help="A profile, or parts joined by +.", show_default=False)],
-    model: Annotated[
-        str, typer.Option(metavar="NAME", help="A bundled model or file in place of the line's -m.", show_default=False)
-    ] = "",
+    model: Annotated[str, typer.Option(metavar="NAME", help="A bundled model or file in place of the line's -m.", show_default=False)] = "",
     engine: Annotated[
         str, typer.Option(help="llama.cpp or ik_llama.cpp; default: told by the options that are used.", show_default=False)
     ] = "",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE.yaml", help="Write the scenario here instead of to stdout.", show_default=False)
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE.yaml", help="Write the scenario here instead of to stdout.", show_default=False),
     ] = None,
 ) -> None:
-    """Turn a llama.cpp or ik_llama.cpp command line into a scenario; what has no counterpart is noted."""
+    """Turn a llama.cpp command line into a scenario.
+
+    Lines of llama-bench, llama-cli, llama-server and of ik_llama.cpp are read; what has no counterpart is noted on stderr.
+    """
     if output is not None:
         check_target(output, "--output", ".yaml")
     said = parse_command(line, engine)

@@ -25,22 +25,19 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 # command -> (module, first line of its help); a test compares the two.
 COMMANDS = {
     "run": ("moesim.cli.run", "Simulate a scenario: does it fit, how fast is it, where does the time go."),
-    "sweep": ("moesim.cli.sweep", "Compute many points of a scenario: which is best, what is the front, what does each axis do."),
+    "sweep": ("moesim.cli.sweep", "Compute many points of a scenario and find the best."),
     "whatif": ("moesim.cli.whatif", "Show what a scenario's speed depends on, and what each change would buy."),
     "size": ("moesim.cli.size", "Find the machines and upgrades that meet stated needs, the cheapest first."),
     "doctor": ("moesim.cli.doctor", "Check a scenario for what usually goes wrong, and what each fault costs."),
-    "report": ("moesim.cli.report", "Write a page that shows one run, or compares several: verdict, memory, timeline, what-if, assumptions."),
+    "report": ("moesim.cli.report", "Write a page that shows one run or compares several."),
     "budget": ("moesim.cli.budget", "Show where the memory goes, what is left, and the largest context that fits."),
-    "from-llama": (
-        "moesim.cli.from_llama",
-        "Turn a llama.cpp or ik_llama.cpp command line into a scenario; what has no counterpart is noted.",
-    ),
-    "suggest-flags": ("moesim.cli.suggest_flags", "Search the llama.cpp flags that run a scenario's model fastest on its machine."),
+    "from-llama": ("moesim.cli.from_llama", "Turn a llama.cpp command line into a scenario."),
+    "suggest-flags": ("moesim.cli.suggest_flags", "Search the fastest llama.cpp flags for a scenario."),
     "models": ("moesim.cli.models", "List the bundled models."),
     "hardware": ("moesim.cli.hardware", "List the bundled hardware profiles, the parts to compose one, or show a machine."),
     "scenarios": ("moesim.cli.scenarios", "List the bundled scenarios."),
-    "calibrate": ("moesim.cli.calibrate", "Measure this machine: kernels, memory, reads, copies, hand-overs, interference."),
-    "validate": ("moesim.cli.validate", "Run a schedule on real experts and compare it with the simulation: time, hits, bytes, memory."),
+    "calibrate": ("moesim.cli.calibrate", "Measure this machine as a hardware profile."),
+    "validate": ("moesim.cli.validate", "Run schedules on real experts, compare with the simulation."),
     "backtest": ("moesim.cli.backtest", "Predict what other people measured, and say how far off."),
     "trace": ("moesim.cli.trace", "Look into routing traces."),
 }

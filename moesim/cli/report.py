@@ -32,7 +32,7 @@ def run(
     hardware: Machine = None,
     changes: Annotated[bool, typer.Option("--changes", help="Also try each change of moesim whatif: takes a while.")] = False,
 ) -> None:
-    """Write a page that shows one run, or compares several: verdict, memory, timeline, what-if, assumptions."""
+    """Write a page that shows one run or compares several."""
     check_target(output, "--output", ".md" if output.suffix.lower() == ".md" else ".html")
     chosen = (*(assignments or ()), *([f"hardware={json.dumps(hardware)}"] if hardware is not None else []))
     files = [name for name in what if name.lower().endswith(".json")]

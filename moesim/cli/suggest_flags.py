@@ -25,7 +25,7 @@ def command(
     tool: Annotated[str, typer.Option(help="llama-cli, llama-server or llama-bench.")] = "llama-cli",
     engine: Annotated[str, typer.Option(help=f"{MAINLINE} or {FORK}.")] = MAINLINE,
 ) -> None:
-    """Search the llama.cpp flags that run a scenario's model fastest on its machine."""
+    """Search the fastest llama.cpp flags for a scenario."""
     for option, value, known in (("--tool", tool, TOOLS), ("--engine", engine, (MAINLINE, FORK))):
         if value not in known:
             raise InputError(option, expected="one that is known", got=f'"{value}"', fix=did_you_mean(value, known))

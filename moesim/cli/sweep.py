@@ -56,7 +56,7 @@ def run(
         Path | None, typer.Option(metavar="FILE.png", help="Draw the front and what each axis does.", show_default=False)
     ] = None,
 ) -> None:
-    """Compute many points of a scenario: which is best, what is the front, what does each axis do."""
+    """Compute many points of a scenario and find the best."""
     if plot is not None:
         check_target(plot, "--plot", ".png")
     if search is not None and search not in SAMPLERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from moesim import report_validate
 from moesim.cli.options import check_target, note, say, write
 from moesim.errors import EXIT_OUT_OF_TOLERANCE, InputError
+from moesim.perfetto import export_pair
 from moesim.resources import find
 from moesim.validate_suite import entries
 
@@ -52,11 +54,17 @@ def command(
     ] = None,
     output: Annotated[Page, typer.Option("-o", "--output", help="Format of the answer on stdout.")] = Page.text,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the suite and every case as PNG here.", show_default=False)] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write each case's simulated and measured timeline here; ui.perfetto.dev opens them.", show_default=False
+        ),
+    ] = None,
     record: Annotated[
         Path | None, typer.Option(metavar="FILE.md", help="Also write the page with every figure.", show_default=False)
     ] = None,
 ) -> None:
-    """Run a schedule on real experts and compare it with the simulation: time, hits, bytes, memory."""
+    """Run schedules on real experts, compare with the simulation."""
     cases = entries(suite, quick)
     if record is not None:
         check_target(record, "--record", ".md")
@@ -74,7 +82,9 @@ def command(
             found = validate(_name(suite, quick), cases, measured, kept, repeats, oom, tick)
     pictures = _pictures(found) if plot is not None or output is Page.html else {}
     if plot is not None:
-        _save(pictures, plot)
+        _save({f"{name}.png": png for name, png in pictures.items()}, plot, "--plot")
+    if timeline is not None:
+        _save(_timelines(found), timeline, "--timeline")
     if record is not None:
         write(record, report_validate.validate_markdown(found.data), "--record")
     if output is Page.html:
@@ -149,10 +159,21 @@ def _pictures(found: Validation) -> dict[str, bytes]:
     return out
 
 
-def _save(pictures: dict[str, bytes], folder: Path) -> None:
+def _timelines(found: Validation) -> dict[str, bytes]:
+    """Chrome trace by file name, of each case that ran: what was predicted, and the run of median latency."""
+    out = {}
+    for row, it in zip(found.data["scenarios"], found.executed, strict=True):
+        if not row["failed"]:
+            both = {"simulated": it.predicted, "measured": it.typical.timeline}
+            text = json.dumps(export_pair(it.case, it.schedule, both), separators=(",", ":"))
+            out[f"{row['name']}.json"] = text.encode("utf-8")
+    return out
+
+
+def _save(files: dict[str, bytes], folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, png in pictures.items():
-            (folder / f"{name}.png").write_bytes(png)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
     except OSError as error:
-        raise InputError("--plot", expected="a folder to write to", got=error.strerror or str(error), where=str(folder)) from None
+        raise InputError(option, expected="a folder to write to", got=error.strerror or str(error), where=str(folder)) from None
