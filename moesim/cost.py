@@ -153,13 +153,18 @@ class CostModel:
         if self.jitter > 0 and self.rng is not None:
             factor = np.exp(np.abs(self.rng.normal(0.0, self.jitter, len(rows))))
             latency_ps = np.array([ceil_ps(x) for x in (latency_s[rows] * factor).tolist()], np.int64)
-            return Costs(self.channels, self.capacity, latency_ps + self._handoffs_ps(fragment), volume[rows], cap[rows] / factor, shares)
-        return Costs(self.channels, self.capacity, latency_ps + self._handoffs_ps(fragment), volume[rows], cap[rows], shares)
+            volume, cap = volume[rows], cap[rows] / factor
+        else:
+            volume, cap = volume[rows], cap[rows]
+        handoffs_ps = self._handoffs_ps(fragment)
+        if handoffs_ps is not None:
+            latency_ps += handoffs_ps
+        return Costs(self.channels, self.capacity, latency_ps, volume, cap, shares)
 
-    def _handoffs_ps(self, fragment: Fragment) -> NDArray[np.int64] | int:
-        """What it takes tasks to begin whose latest constraint, of their own step, is a task of another lane, (N,); 0 where lanes hand over at once."""
+    def _handoffs_ps(self, fragment: Fragment) -> NDArray[np.int64] | None:
+        """What it takes tasks to begin whose latest constraint, of their own step, is a task of another lane, (N,); None where lanes hand over at once."""
         if not self._handoff or not len(fragment.dep_task):
-            return 0
+            return None
         names = sorted({w.resource for w in fragment.works})
         lane = np.array([names.index(w.resource) for w in fragment.works])[fragment.work]
         latest = np.full(fragment.n_tasks, -1, np.int64)

@@ -254,7 +254,7 @@ def _typed(
 
 def _whole(name: str, value: str, least: int = 0, most: int = 2**31) -> int:
     if not re.fullmatch(r"\d{1,10}", value) or not least <= int(value) <= most:
-        raise InputError(f"option {name}", expected=f"a whole number of at least {least}", got=f'"{value[:40]}"')
+        raise InputError(f"option {name}", expected=f"a whole number from {least} to {most}", got=f'"{value[:40]}"')
     return int(value)
 
 

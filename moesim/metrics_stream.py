@@ -223,7 +223,7 @@ class Meter:
         count = self._count
         rows, needs = count + len(f["kind"]), int(self._needs_from[count]) + len(f["dep_task"])
         if rows > len(self._ids) or needs > len(self._needs):
-            more, much = 2 * rows - len(self._ids), 2 * needs - len(self._needs)
+            more, much = max(2 * rows - len(self._ids), 0), max(2 * needs - len(self._needs), 0)
             self._ids, self._keys, self._used = np.pad(self._ids, (0, more)), np.pad(self._keys, (0, more)), np.pad(self._used, (0, more))
             self._amounts = np.pad(self._amounts, ((0, more), (0, 0)))
             self._needs_from, self._needs = np.pad(self._needs_from, (0, more)), np.pad(self._needs, (0, much))
@@ -254,7 +254,8 @@ class Meter:
         stamp = getattr(self._kernels, "stamp", None)
         known, late = self._known, self._late
         group = self._groups(fragment)
-        known["sum"] = np.pad(known["sum"], ((0, 0), (0, len(self.groups) - known["sum"].shape[1]), (0, 0)))
+        if len(self.groups) > known["sum"].shape[1]:
+            known["sum"] = np.pad(known["sum"], ((0, 0), (0, len(self.groups) - known["sum"].shape[1]), (0, 0)))
         next_from, next_sum = np.full(room, NO_CAUSE, np.int64), np.empty((room, len(self.groups), 3), np.int64)
         of_task = group, f["work"], c["latency_ps"], c["volume"], c["cap"], c["limit"], t["start_ps"], t["end_ps"]
         lost = self._kernels.walk(
@@ -268,11 +269,11 @@ class Meter:
         late_rows = rows[waiting]
         part = np.empty((len(late_rows), 3), np.int64)
         self._kernels.parts(stamp, late_rows, *of_task, part)
-        ends = dict(zip(self._recent["id"].tolist(), self._recent["end"].tolist(), strict=True))
         new = {"id": late_rows + first, "start": start[late_rows], "end": end[late_rows], "part": part}
         new |= {"cause": times["cause"][late_rows], "why": times["cause_type"][late_rows]}
         self._late = {name: np.concatenate([column[still], new[name]]) for name, column in late.items()}
-        at = np.array([ends[task] if task < first else end[task - first] for task in ids.tolist()], np.int64)
+        older = ids[ids < first]
+        at = np.concatenate([self._recent["end"][np.searchsorted(self._recent["id"], older)], end[ids[len(older) :] - first]])
         self._known = {"id": ids, "end": at, "from": next_from[: len(ids)], "sum": next_sum[: len(ids)]}
         kept = self._recent["end"] >= gate
         new = {"id": rows + first, "end": end[rows], "load": np.asarray(f["kind"], np.int8)[rows] == LOAD}
@@ -280,7 +281,8 @@ class Meter:
 
     def _groups(self, fragment: Fragment) -> Any:
         """Return the row of ``path`` of each task, (N,), after adding rows for lanes and kinds that are new."""
-        codes = fragment.lane.astype(np.intp) * GROUPS + np.where(fragment.prefetch, EARLY_GROUP, fragment.kind)
+        codes = fragment.lane * np.int16(GROUPS) + np.where(fragment.prefetch, np.int8(EARLY_GROUP), fragment.kind)
+        codes = codes.astype(np.intp)  # once, else each use converts them
         met = np.zeros(len(self._group_row), np.bool_)
         met[codes] = True
         for code in np.flatnonzero(met & (self._group_row < 0)).tolist():

@@ -24,6 +24,9 @@ from moesim.workload import Step, Steps
 
 STEPS_PER_FRAGMENT = 32
 _POLICIES = {"static": pk.STATIC, "lru": pk.LRU, "lfu": pk.LFU}
+_TYPES = (  # kind, step, layer, expert, lane, step and layer of use, prefetch, slot, work; whether a load grew the arena
+    np.int8, np.int32, np.int16, np.int16, np.int8, np.int32, np.int16, np.bool_, np.int32, np.int32, np.bool_,
+)  # fmt: skip
 _SOURCES = {"none": pk.NONE, "router": pk.ROUTER, "previous": pk.PREVIOUS, "both": pk.BOTH}
 
 
@@ -179,7 +182,6 @@ class CompiledPlanner(Planner):
         self._ids = np.require(self.trace.expert_ids, np.int16, ["C", "W"])
         nothing = np.full((1, 1, 1), -1, np.int16)
         self._ahead = nothing if self.predicted is None else np.require(self.predicted, np.int16, ["C", "W"])
-        self._columns, self._deps = np.empty((pk.COLUMNS, 0), np.int32), np.zeros((3, 1), np.int64)
         self._start()
 
     def _copy_lane(self, source: str, target: str) -> int:
@@ -264,14 +266,14 @@ class CompiledPlanner(Planner):
 
     def _steps_table(self, steps: Sequence[Step]) -> Ints:
         """Steps as the kernel reads them."""
-        table = np.empty((len(steps), pk.STEP_FIELDS), np.int64)
+        table: list[tuple[int, ...]] = []
         first_row = 0
-        for row, step in enumerate(steps):
+        for step in steps:
             sequences, new = step.rows.shape
             tokens = sequences * new
-            table[row] = (step.index, tokens, first_row, new, self._variant(tokens), *self._ends(step.emits, sequences), -1, -1)
+            table.append((step.index, tokens, first_row, new, self._variant(tokens), *self._ends(step.emits, sequences), -1, -1))
             first_row += tokens
-        return table
+        return np.array(table, np.int64)
 
     def _ends(self, emits: int, sequences: int) -> tuple[int, int]:
         """Work codes of the head of a step and of the copy before it (-1: none)."""
@@ -281,58 +283,53 @@ class CompiledPlanner(Planner):
             self._heads[emits] = self._code(self.works.head(emits)), copied
         return self._heads[emits]
 
-    def _room_for(self, table: Ints, n: int) -> int:
-        """Make the columns large enough for ``n`` steps; return the most accesses that there can be."""
-        sets = np.minimum(table[:, pk.TOKENS] * self.layout.model.top_k, self.n_experts) * len(self.moe)
-        most_used = int(sets[:n].sum())
-        most_ahead = int(np.maximum(sets[:n], np.append(sets, 0)[1 : n + 1]).sum()) if self._run[pk.DISTANCE] else 0
-        most = n * (5 * len(self._layers) + 2) + 2 * most_used + most_ahead
-        if self._columns.shape[1] < most:
-            self._columns, self._deps = np.empty((pk.COLUMNS, most), np.int32), np.zeros((3, 3 * most), np.int64)
-        return most_used
+    def _room_for(self, table: Ints, n: int) -> tuple[int, int]:
+        """The most tasks and the most accesses that ``n`` steps can have."""
+        used = np.minimum(table[:, pk.TOKENS] * self.layout.model.top_k, self.n_experts) * len(self.moe)
+        ahead = np.maximum(used[:n], np.append(used, 0)[1 : n + 1]) if self._run[pk.DISTANCE] else 0
+        return int((5 * len(self._layers) + 2 + 2 * used[:n] + ahead).sum()), int(used[:n].sum())
 
     def _plan(self, steps: Sequence[Step], upcoming: Step | None, changes: Sequence[tuple[int, int, int, int]]) -> Fragment:
         """Run the kernel over some steps and take its columns."""
         seen = [*steps, upcoming] if upcoming is not None else steps
         table = self._steps_table(seen)
-        access = np.empty((self._room_for(table, len(steps)), 6), np.int64)
-        run, columns, deps = self._run, self._columns, self._deps
-        works = np.full((2, self._first_constant + len(self._constant)), -1, np.int64)
+        most, most_used = self._room_for(table, len(steps))
+        taken: list[Any] = [np.empty(most, dtype) for dtype in _TYPES]
+        deps: list[Any] = [np.empty(most + 1, np.int64), np.empty(3 * most, np.int64), np.empty(3 * most, np.int8)]
+        access = np.empty((most_used, 6), np.int64)
+        run = self._run
         first = run[pk.BASE] = run[pk.TASK]
+        works = np.full((2, self._first_constant + len(self._constant)), -1, np.int64)
         run[[pk.N_DEPS, pk.N_WORKS, pk.N_ACCESS]] = 0
         pk.plan_steps(
-            len(steps), run, table, np.concatenate([step.rows.ravel() for step in seen]), self._ids, self._ahead,
-            self._codes, self._layers, self._experts_of, self._rings, self._set, works, columns, deps, access,
+            len(steps), run, table, np.concatenate([step.rows.ravel() for step in seen]), self._ids, self._ahead, self._codes, self._layers,
+            self._experts_of, self._rings, self._set, works, access, *taken, *deps,
         )  # fmt: skip
-        n, n_deps = int(run[pk.TASK] - first), int(run[pk.N_DEPS])
+        n, n_deps, n_access = int(run[pk.TASK] - first), int(run[pk.N_DEPS]), int(run[pk.N_ACCESS])
+        for column, length in zip((*taken, *deps, access), (*[n] * len(taken), n + 1, n_deps, n_deps, n_access), strict=True):
+            column.resize((length, *column.shape[1:]), refcheck=False)  # gives back what was too much
+        *columns, work, grew = taken
         rows: dict[Work, int] = {}
-        merged = [rows.setdefault(work, len(rows)) for work in self._works_of(works[pk.CODE_OF_ROW, : run[pk.N_WORKS]].tolist(), steps)]
-        work = columns[pk.C_WORK, :n]
+        merged = [rows.setdefault(it, len(rows)) for it in self._works_of(works[pk.CODE_OF_ROW, : run[pk.N_WORKS]].tolist(), steps)]
         if len(rows) < len(merged):  # works of two codes may be equal
             work = np.array(merged, np.int32)[work]
-
-        def column(row: Any, dtype: Any = np.int32) -> NDArray[Any]:
-            return columns[row, :n].astype(dtype)
-
         table = table[: len(steps)]
         facts = np.array([(step.phase, step.rows.size, step.emits) for step in steps], np.int64)
-        return Fragment(
-            int(first), column(pk.C_KIND, np.int8), column(pk.C_STEP), column(pk.C_LAYER, np.int16), column(pk.C_EXPERT, np.int16),
-            column(pk.C_LANE, np.int8), column(pk.C_USE_STEP), column(pk.C_USE_LAYER, np.int16), column(pk.C_EARLY, np.bool_),
-            column(pk.C_SLOT), work.copy(), tuple(rows), deps[pk.D_START, : n + 1].copy(), deps[pk.D_TASK, :n_deps].copy(),
-            deps[pk.D_TYPE, :n_deps].astype(np.int8), self._memory(table, changes, n), access[: run[pk.N_ACCESS]],
-            np.column_stack([table[:, [pk.INDEX, pk.FIRST_TASK, pk.LAST_TASK]], facts]),
-        )  # fmt: skip
+        memory = self._memory(table, changes, grew, columns[2], int(first))
+        rest = memory, access, np.column_stack([table[:, [pk.INDEX, pk.FIRST_TASK, pk.LAST_TASK]], facts])
+        return Fragment(int(first), *[*columns, work, tuple(rows), *deps, *rest])
 
-    def _memory(self, table: Ints, changes: Sequence[tuple[int, int, int, int]], n: int) -> Ints:
+    def _memory(
+        self, table: Ints, changes: Sequence[tuple[int, int, int, int]], grew: NDArray[np.bool_], layers: NDArray[np.int16], first: int
+    ) -> Ints:
         """Memory that a KV cache takes when its step's first task starts, and a load that finds untouched room in a grown arena."""
         kv = [(int(table[place, pk.FIRST_TASK]), 0, tier, line, delta) for place, tier, line, delta in changes]
         out = np.array(kv, np.int64).reshape(-1, 5)
-        grown: Ints = np.flatnonzero(self._columns[pk.C_GREW, :n] if self.loader.grown else [])
+        grown: Ints = np.flatnonzero(grew if self.loader.grown else [])
         if len(grown):
-            layer = self._columns[pk.C_LAYER, grown]
+            layer = layers[grown]
             rows = np.zeros((len(grown), 5), np.int64)
-            rows[:, 0], rows[:, 2], rows[:, 3] = grown + self._run[pk.BASE], self._layers[layer, pk.RING], self.loader.expert_line
+            rows[:, 0], rows[:, 2], rows[:, 3] = grown + first, self._layers[layer, pk.RING], self.loader.expert_line
             rows[:, 4] = np.array(self.layout.expert_bytes)[layer]
             out = np.concatenate([out, rows])
             out = out[np.argsort(out[:, 0], kind="stable")]

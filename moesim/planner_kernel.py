@@ -42,58 +42,61 @@ FREE, HEAD, N_FREED, FRESH_SLOTS, FRESH_SLOT, FREED = np.arange(6)
 EXPERT, TURN, FRESH, GREW, WAIT, FFN, COUNT, MARK, ROOM_SLOT, ROOM_WAIT = np.arange(10)
 SET_FIELDS = 10
 WAITING, NOW, SERVED = np.arange(3)  # TURN
-# rows of ``works``, ``columns`` and ``deps``
-ROW_OF_CODE, CODE_OF_ROW = np.arange(2)
-C_KIND, C_STEP, C_LAYER, C_EXPERT, C_LANE, C_USE_STEP, C_USE_LAYER, C_EARLY, C_SLOT, C_WORK, C_GREW = np.arange(11)
-COLUMNS = 11
-D_START, D_TASK, D_TYPE = np.arange(3)
+ROW_OF_CODE, CODE_OF_ROW = np.arange(2)  # rows of ``works``
 
 ATTENTION_TASK, ROUTER_TASK, FFN_TASK, LOAD_TASK = (np.int64(x) for x in (Kind.ATTENTION, Kind.ROUTER, Kind.FFN, Kind.LOAD))
 COPY_TASK, COMBINE_TASK, HEAD_TASK = (np.int64(x) for x in (Kind.COPY, Kind.COMBINE, Kind.HEAD))
 DATA, SLOT_DEP = np.int64(Dep.DATA), np.int64(Dep.SLOT)
 FROM_CACHE, FROM_PREFETCH, MISS = np.int64(Outcome.CACHE), np.int64(Outcome.PREFETCH), np.int64(Outcome.MISS)
 NOTHING, ZERO, ONE = np.arange(-1, 2)
+U_ONE = np.uint64(1)  # a place that is unsigned cannot count from the end, which spares the question
 
-inner = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 inlined = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @inlined
 def _task(run, works, columns, deps, kind, lane, layer, expert, step, use_step, use_layer, early, grew, slot, code, after, after_too, why):
     """Append a task that waits for up to two tasks (-1: none) beside those that were written for it already; return its id."""
+    kinds, steps_of, layers_of, experts_of, lanes_of, use_steps, use_layers, earlies, slots, rows_of, grown = columns
+    dep_start, dep_task, dep_type = deps
     task = run[TASK]
-    d = run[N_DEPS]
-    row = task - run[BASE]
-    gated = run[GATE] >= 0 and d == deps[D_START, row] and after <= run[GATE] and after_too <= run[GATE]
+    begin = run[N_DEPS]
+    d = np.uint64(begin)
+    row = np.uint64(task - run[BASE])
+    place = np.uint64(code)
+    gate = run[GATE]
+    gated = gate >= 0 and begin == dep_start[row] and after <= gate and after_too <= gate
     if after >= 0:
-        deps[D_TASK, d] = after
-        deps[D_TYPE, d] = DATA
-        d += 1
+        dep_task[d] = after
+        dep_type[d] = DATA
+        d += U_ONE
     if after_too >= 0:
-        deps[D_TASK, d] = after_too
-        deps[D_TYPE, d] = why
-        d += 1
+        dep_task[d] = after_too
+        dep_type[d] = why
+        d += U_ONE
     if gated:
-        deps[D_TASK, d] = run[GATE]
-        deps[D_TYPE, d] = DATA
-        d += 1
-    deps[D_START, row + 1] = d
-    if works[ROW_OF_CODE, code] < 0:
-        works[ROW_OF_CODE, code] = run[N_WORKS]
-        works[CODE_OF_ROW, run[N_WORKS]] = code
-        run[N_WORKS] += 1
-    columns[C_KIND, row] = kind
-    columns[C_STEP, row] = step
-    columns[C_LAYER, row] = layer
-    columns[C_EXPERT, row] = expert
-    columns[C_LANE, row] = lane
-    columns[C_USE_STEP, row] = use_step
-    columns[C_USE_LAYER, row] = use_layer
-    columns[C_EARLY, row] = early
-    columns[C_GREW, row] = grew
-    columns[C_SLOT, row] = slot
-    columns[C_WORK, row] = works[ROW_OF_CODE, code]
-    run[N_DEPS] = d
+        dep_task[d] = gate
+        dep_type[d] = DATA
+        d += U_ONE
+    dep_start[row + U_ONE] = np.int64(d)
+    work = works[ROW_OF_CODE, place]
+    if work < 0:
+        work = works[ROW_OF_CODE, place] = run[N_WORKS]
+        works[CODE_OF_ROW, work] = code
+        run[N_WORKS] = work + 1
+    kinds[row] = kind
+    steps_of[row] = step
+    layers_of[row] = layer
+    experts_of[row] = expert
+    lanes_of[row] = lane
+    use_steps[row] = use_step
+    use_layers[row] = use_layer
+    earlies[row] = early > 0
+    slots[row] = slot
+    rows_of[row] = work
+    grown[row] = grew > 0
+    run[N_DEPS] = np.int64(d)
     run[TASK] = task + 1
     return task
 
@@ -403,7 +406,10 @@ def _prefetch(run, steps, rows, predicted, layers, experts, rings, set_, works, 
 
 
 @njit(cache=True, nogil=True, _nrt=False, no_cfunc_wrapper=True)
-def plan_steps(n_steps, run, steps, rows, ids, predicted, codes, layers, experts, rings, set_, works, columns, deps, access):
+def plan_steps(
+    n_steps, run, steps, rows, ids, predicted, codes, layers, experts, rings, set_, works, access,
+    kind, step_of, layer_of, expert, lane_of, use_step, use_layer, early, slot, work, grew, dep_start, dep_task, dep_type,
+):  # fmt: skip
     """Plan the first ``n_steps`` of ``steps`` (the one after them is there for its prefetches) into the columns; state moves on.
 
     Parameters
@@ -419,13 +425,15 @@ def plan_steps(n_steps, run, steps, rows, ids, predicted, codes, layers, experts
         See the names above.
     works : (2, C) int64
         Row of each work code in the fragment (-1 before its first use), and the codes in order of first use.
-    columns : (COLUMNS, N) int32
-    deps : (3, D) int64
-        Where the dependencies of each task start, and all of them: task and type.
     access : (A, 6) int64
-        As in ``Fragment``.
+    kind to dep_type
+        Columns of the fragment, at least as long as it needs; ``grew`` marks loads that find untouched room.
+
     """
     n_layers = layers.shape[0]
+    columns = kind, step_of, layer_of, expert, lane_of, use_step, use_layer, early, slot, work, grew
+    deps = dep_start, dep_task, dep_type
+    dep_start[0] = 0
     for s in range(n_steps):
         step = steps[s]
         index = step[INDEX]
@@ -439,8 +447,8 @@ def plan_steps(n_steps, run, steps, rows, ids, predicted, codes, layers, experts
             lane = pool[LANE]
             if pool[COPY_LANE] >= 0:
                 last = _plain(run, works, columns, deps, COPY_TASK, pool[COPY_LANE], layer, index, code[COPY_CODE], last)
-            kind = run[ATTENTION_CODE] + s * run[ATTENTION_KINDS] + pool[ATTENTION_KIND]
-            last = _plain(run, works, columns, deps, ATTENTION_TASK, lane, layer, index, kind, last)
+            attention = run[ATTENTION_CODE] + s * run[ATTENTION_KINDS] + pool[ATTENTION_KIND]
+            last = _plain(run, works, columns, deps, ATTENTION_TASK, lane, layer, index, attention, last)
             if i < 0:
                 last = _plain(run, works, columns, deps, FFN_TASK, lane, layer, index, code[DENSE_CODE], last)
                 continue
@@ -456,8 +464,8 @@ def plan_steps(n_steps, run, steps, rows, ids, predicted, codes, layers, experts
             _let_go(pool, home, rings, set_, ONE)
             for m in range(n):
                 set_[set_[m, EXPERT], COUNT] = 0
-                deps[D_TASK, run[N_DEPS]] = set_[m, FFN]
-                deps[D_TYPE, run[N_DEPS]] = DATA
+                dep_task[run[N_DEPS]] = set_[m, FFN]
+                dep_type[run[N_DEPS]] = DATA
                 run[N_DEPS] += 1
             if n == 0 and shared < 0:
                 shared = router

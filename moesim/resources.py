@@ -7,7 +7,15 @@ from pathlib import Path
 from moesim.errors import InputError, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent
-_SUFFIXES = {"models": ".yaml", "hardware_profiles": ".yaml", "runtimes": ".yaml", "scenarios": ".yaml", "scenarios/sweeps": ".yaml", "scenarios/needs": ".yaml", "traces": ".npz"}
+_SUFFIXES = {
+    "models": ".yaml",
+    "hardware_profiles": ".yaml",
+    "runtimes": ".yaml",
+    "scenarios": ".yaml",
+    "scenarios/sweeps": ".yaml",
+    "scenarios/needs": ".yaml",
+    "traces": ".npz",
+}
 
 
 def folder(kind: str) -> Path:
@@ -39,7 +47,10 @@ def find(kind: str, name: str, *, base: Path | None = None, where: str = "") -> 
     known = names(kind)
     if name in known:
         return known[name]
-    what, got = kind.rpartition("/")[2].rstrip("s").replace("_", " "), f'"{name}"' + (", a folder" if any(c.is_dir() for c in found) else "")
+    what, got = (
+        kind.rpartition("/")[2].rstrip("s").replace("_", " "),
+        f'"{name}"' + (", a folder" if any(c.is_dir() for c in found) else ""),
+    )
     raise InputError(what, expected="a bundled name or a file", got=got, fix=did_you_mean(name, known), where=where)
 
 

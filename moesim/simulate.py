@@ -101,6 +101,7 @@ class Case:
             if prefetch.predictor == "gate-lookahead":
                 options |= {"recall": prefetch.recall, "loss": prefetch.recall_loss, "seed": self.scenario.seed}
             predictor = make_predictor(prefetch.predictor, **options)
+            predictor.compiled = self.engine == "fast"
             predictor.fit(routing.train)
             predicted, source = predictor.predict(routing.used, prefetch.distance), source_of(prefetch.predictor)
         planner: type[Planner] = Planner

@@ -66,7 +66,8 @@ def test_options_of_the_fork_tell_the_engine() -> None:
         ("llama-cli -m 'x", "closed quotes"),
         ("llama-cli -m x -ctk q9", "one of those known"),
         ("llama-cli -m x -ts 1,-3", "shares"),
-        ("llama-cli -m x -ub 0", "at least 1"),
+        ("llama-cli -m x -ub 0", "a whole number from 1"),
+        ("llama-cli -m x -ncmoe 99999", "from 0 to 999"),
     ],
 )
 def test_wrong_lines_are_refused_with_a_fix(line: str, words: str) -> None:

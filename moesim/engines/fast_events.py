@@ -19,7 +19,7 @@ from moesim.timeline import CAUSE_HEAD_OF_LINE, NO_CAUSE
 BY_LANE = int(Dep.LANE)
 
 
-@njit(cache=True)
+@njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def push(heap_key, heap_row, base, size, key, row):
     """Add to the binary heap of (key, row) that fills ``size`` places from ``base``."""
     i = size
@@ -33,7 +33,7 @@ def push(heap_key, heap_row, base, size, key, row):
     heap_key[base + i], heap_row[base + i] = key, row
 
 
-@njit(cache=True)
+@njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def pop(heap_key, heap_row, base, size):
     """Take the least row from the heap, which has ``size`` - 1 places then."""
     least = heap_row[base]
@@ -56,7 +56,7 @@ def pop(heap_key, heap_row, base, size):
     return least
 
 
-@njit(cache=True)
+@njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def join(flow_slot, n_flows, slot_row, s):
     """Insert slot ``s`` among the flows, which stand by ascending row, and return how many there are now."""
     i = n_flows

@@ -27,7 +27,7 @@ BY_LANE = int(Dep.LANE)
 _SWEPT = fs.TOUCHED_AT, fs.IDLE_BEFORE, fs.FREED_BY, fs.LAST, fs.OFFSET, fs.WIDTH
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def flow_ps(fixed, flow, most, own_limit):
     """Return the duration of a task that meets no contention, -1 where the linear pass must not handle it."""
     rate = most if most <= own_limit else own_limit
@@ -122,7 +122,7 @@ def durations(
     return True
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def sweep(
     stamp, now, first, lanes, c_int, c_float, c_deps, lane, dep_start, dep_task, dep_type, duration, c_limit, dep_row,
     start, end, server, cause, why, slot_since, slot_rate, slot_volume, slot_end, slot_task, by_lane,
@@ -226,7 +226,7 @@ def sweep(
     return True
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
 def settle(
     until, now, first, lanes, c_int, c_float, lane, work, latency, volume, cap, limit, c_limit,
     start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume, missing,
@@ -292,7 +292,7 @@ def run_linear(
     if not durations(fs.STAMP, lanes, c_int, c_float, c_shares, lane, work, *of_work, shares, capacity, duration, limit, c_limit, *scratch):
         return refused
     dep_row = fs.rows_of(first, c_int, c_deps, recent, dep_start, dep_task)
-    columns, slots = fs.columns(rows, now), fs.slots(lanes)
+    columns, slots = fs.columns(rows, now, empty=True), fs.slots(lanes)
     start, end, server, _, _ = columns
     _, _, slot_since, slot_rate, slot_volume = slots
     by_lane = np.stack([np.full(len(lanes), now), *(lanes[:, i] for i in _SWEPT)])

@@ -47,7 +47,7 @@ ceil_ps = njit(cache=True)(sharing.ceil_ps)
 max_min_rates = njit(cache=True, error_model="numpy")(sharing.max_min_rates)
 
 
-@njit(cache=True)
+@njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def find(sorted_ids, task):
     """Return where ``task`` stands among ascending ids, or -1."""
     low, high = 0, len(sorted_ids)
@@ -62,13 +62,13 @@ def find(sorted_ids, task):
     return -1
 
 
-@njit(cache=True)
+@njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def urgency(use_step, use_layer, prefetch):
     """Return the key of priority lanes but for the id: step and layer of use, demand before prefetch."""
     return ((np.int64(use_step) << 16) + np.int64(use_layer) + 32768) * 2 + np.int64(prefetch)
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
 def resolve(first, c_ids, c_deps, recent, before, dep_task, row):
     """Fill ``row`` with that of each dependency, those of the fragment first, then those of carried tasks.
 
@@ -101,11 +101,14 @@ def rows_of(first, c_int, c_deps, recent, dep_start, dep_task):
     return row
 
 
-def columns(rows, now):
-    """Return start, end, server, cause and its type of each row, empty; with two ends behind the last that ``resolve`` speaks of."""
-    end = np.full(rows + 2, NOT_ENDED, np.int64)
-    end[rows], end[rows + 1] = ENDED_BEFORE, now
-    return np.full(rows, -1, np.int64), end, np.zeros(rows, np.int16), np.full(rows, NO_CAUSE, np.int64), np.zeros(rows, np.int8)
+def columns(rows, now, empty=False):
+    """Return start, end, server, cause and its type of each row, with two ends behind the last that ``resolve`` speaks of. None has
+    started; or, if ``empty``, all but the servers are to be filled in."""
+    start, end, cause, why = np.empty(rows, np.int64), np.empty(rows + 2, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int8)
+    if not empty:
+        start[:], end[:], cause[:], why[:] = -1, NOT_ENDED, NO_CAUSE, 0
+    end[rows:] = ENDED_BEFORE, now
+    return start, end, np.zeros(rows, np.int16), cause, why
 
 
 def slots(lanes):
@@ -118,25 +121,37 @@ def divide(now, began, first, lanes, state, dep_row, fragment, columns, slots):
     """Divide the window at ``now``: the columns of what has ended, and the state that the next window begins with."""
     _, _, c_shares, _, recent = state
     end = columns[1][:-2]
-    marked = np.flatnonzero((end < 0) | (end == now)).astype(np.int32)
-    alive = int(np.count_nonzero(end < 0))
+    still = end < 0
+    marked = np.flatnonzero(still | (end == now)).astype(np.int32)
+    alive = int(np.count_nonzero(still))
     kept = recent if began == now else recent[:0]
     task = np.arange(first - len(state[0]), first + len(fragment[0]))
     task[: len(state[0])] = state[0][:, ID]
     next_recent = np.concatenate([kept, task[marked[end[marked] >= 0]]])
     next_int, next_float, next_shares = np.zeros((alive, C_INT), np.int64), np.zeros((alive, 3)), np.zeros((alive, c_shares.shape[1]))
     carried = state[0], state[1], c_shares, state[3]
-    pending = int(sum(_pending(state[0], fragment[5], marked[end[marked] < 0])))
+    pending = int(sum(_pending(state[0], fragment[5], marked[end[marked] < 0]))) if alive else 0
     next_deps = np.empty((pending, 2), np.int64)
     if alive:
         n_deps = collect(
             began, first, lanes, *carried, dep_row, *fragment, *columns, *slots, marked, task, next_int, next_float, next_shares, next_deps
         )
         next_deps = next_deps[:n_deps]
-        ended = np.flatnonzero(end >= 0)
-        task, columns = task[ended], tuple(column[ended] for column in columns)
+    ended = close_up(task, *columns, len(task) if not alive else int(marked[end[marked] < 0][0]))
     start, end, server, cause, why = columns
-    return (task, start, end[: len(task)], server, cause, why), (next_int, next_float, next_shares, next_deps, next_recent)
+    return tuple(column[:ended] for column in (task, start, end, server, cause, why)), (
+        next_int, next_float, next_shares, next_deps, next_recent,
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True, _nrt=False, no_cfunc_wrapper=True)
+def close_up(task, start, end, server, cause, why, n):
+    """Move the rows that have ended up, to follow the first ``n`` (which all have); return how many there are."""
+    for r in range(n, len(task)):
+        if end[r] >= 0:
+            task[n], start[n], end[n], server[n], cause[n], why[n] = task[r], start[r], end[r], server[r], cause[r], why[r]
+            n += 1
+    return n
 
 
 def _pending(c_int, dep_start, alive):
@@ -145,7 +160,7 @@ def _pending(c_int, dep_start, alive):
     return (c_int[old, DEP_TO] - c_int[old, DEP_FROM]).sum(), (dep_start[new + 1] - dep_start[new]).sum()
 
 
-@njit(cache=True)
+@njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
 def collect(
     began, first, lanes, c_int, c_float, c_shares, c_deps, dep_row,
     lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares,

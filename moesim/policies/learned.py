@@ -24,7 +24,7 @@ from moesim.policies.predictors import Ranked, Ranking, Source, check_shape, pop
 from moesim.trace import RoutingTrace
 
 BLOCK = 2**22  # scores at a time: 32 MB
-MANY = 2**23  # scores, or meetings, from which on compiled loops are worth loading (predict_kernel.py): they take NumPy half a second
+MANY = 2**23  # scores, or meetings, from which on compiled loops (predict_kernel.py) are worth loading: they take NumPy half a second
 
 
 class _Learned(Ranked):
@@ -48,16 +48,13 @@ class _Learned(Ranked):
             self._learned[distance] = self._learn(train, distance)
         order = np.argsort(-train.counts(), axis=1, kind="stable")
         source = np.sort(source_cells(trace, distance), axis=2)
-        before = previous_rows(trace, trace.expert_ids)
+        before = previous_rows(trace, trace.expert_ids) if self.source == "both" else source  # who goes by the router alone reads none
         experts = np.full(trace.expert_ids.shape, -1, dtype=np.int16)
         confidence = np.zeros(experts.shape, dtype=np.float32)
         for layer in range(trace.n_layers):
-            for rows in _blocks(np.flatnonzero(source[:, layer, 0] >= 0), trace.n_experts):
-                given = self._learned[distance], layer, source[rows, layer], before[rows, layer]
-                # Columns by popularity: the first of equal scores is then the one that the tie rule wants.
-                best, value = self._likeliest(given, order[layer], trace)
-                experts[rows, layer] = order[layer][best]
-                confidence[rows, layer] = self._confidence(value)
+            # Columns by popularity: the first of equal scores is then the one that the tie rule wants.
+            given = self._learned[distance], layer, source[:, layer], before[:, layer]
+            self._likeliest(given, order[layer], experts[:, layer], confidence[:, layer])
         return experts, confidence
 
     @abstractmethod
@@ -68,9 +65,15 @@ class _Learned(Ranked):
     def _scores(self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]) -> NDArray[np.float64]:
         """Return (n, E) float64 from (n, K) source cells, all present, and (n, K) previous cells, -1 where absent."""
 
-    def _likeliest(self, given: tuple[Any, ...], order: NDArray[np.intp], trace: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.float64]]:
-        """Return (n, K) places in ``order`` of the largest scores, and these; ``given`` is what ``_scores`` takes."""
-        return _best(self._scores(*given)[:, order], trace.top_k)
+    def _likeliest(
+        self, given: tuple[Any, ...], order: NDArray[np.intp], experts: NDArray[np.int16], confidence: NDArray[np.float32]
+    ) -> None:
+        """Fill in one layer's (T, K) likeliest experts and their confidence where there is a source; ``given`` is what ``_scores`` takes."""
+        learned, layer, source, before = given
+        for rows in _blocks(np.flatnonzero(source[:, 0] >= 0), len(order)):
+            best, value = _best(self._scores(learned, layer, source[rows], before[rows])[:, order], source.shape[1])
+            experts[rows] = order[best]
+            confidence[rows] = self._confidence(value)
 
     def _confidence(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the confidence of (n, K) scores."""
@@ -89,11 +92,17 @@ class _Sums(_Learned):
     def _scores(self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]) -> NDArray[np.float64]:
         return _sum_of_rows(*self._summed(learned, layer, source, before))
 
-    def _likeliest(self, given: tuple[Any, ...], order: NDArray[np.intp], trace: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.float64]]:
-        if trace.expert_ids[:, :, 0].size * trace.n_experts < MANY:
-            return super()._likeliest(given, order, trace)
+    def _likeliest(
+        self, given: tuple[Any, ...], order: NDArray[np.intp], experts: NDArray[np.int16], confidence: NDArray[np.float32]
+    ) -> None:
+        if not self.compiled and len(experts) * len(order) * given[0].shape[0] < MANY:
+            super()._likeliest(given, order, experts, confidence)
+            return
         table, cells = self._summed(*given)
-        return _best_sums(np.ascontiguousarray(table[:, order]), cells, trace.top_k)
+        value = np.zeros(experts.shape)
+        best_sums = import_module("moesim.policies.predict_kernel").best_sums
+        best_sums(table.take(order, axis=1), cells, order, np.empty(len(order)), experts, value)
+        confidence[:] = self._confidence(value)
 
 
 class Cooccurrence(_Sums):
@@ -109,7 +118,7 @@ class Cooccurrence(_Sums):
     source: Source = "router"
 
     def _learn(self, train: RoutingTrace, distance: int) -> Any:
-        return _met_shares(train, distance)
+        return _met_shares(train, distance, self.compiled)
 
     def _summed(
         self, learned: Any, layer: int, source: NDArray[np.int16], before: NDArray[np.int16]
@@ -155,8 +164,8 @@ class Linear(_Sums):
             square, product = np.zeros((size + 1, size + 1)), np.zeros((size + 1, n_experts))
             for rows in _blocks(np.flatnonzero((source[:, layer, 0] >= 0) & train.present[:, layer]), 4 * train.top_k**2):
                 x = _inputs(source[rows, layer], before[rows, layer], n_experts)
-                square += _meetings(x, x, square.shape)
-                product += _meetings(x, train.expert_ids[rows, layer], product.shape)
+                square += _meetings(x, x, square.shape, self.compiled)
+                product += _meetings(x, train.expert_ids[rows, layer], product.shape, self.compiled)
             weights[layer, :size] = np.linalg.solve(square[:size, :size] + self.ridge * np.eye(size), product[:size])
         return _rounded(weights)
 
@@ -182,8 +191,8 @@ class TwoStep(_Learned):
     def _learn(self, train: RoutingTrace, distance: int) -> Any:
         border = train.n_rows * 3 // 4
         first, last = (train.slice_rows(0, border), train.slice_rows(border, train.n_rows)) if border else (train, train)
-        weights = self._weights(last, distance, _met_shares(first, distance), popularity(first))
-        return weights, _met_shares(train, distance), popularity(train)
+        weights = self._weights(last, distance, _met_shares(first, distance, self.compiled), popularity(first))
+        return weights, _met_shares(train, distance, self.compiled), popularity(train)
 
     def _weights(self, part: RoutingTrace, distance: int, met: NDArray[np.float64], popular: NDArray[np.float64]) -> NDArray[np.float64]:
         source, before = source_cells(part, distance), previous_rows(part, part.expert_ids)
@@ -217,14 +226,13 @@ class TwoStep(_Learned):
         return scores
 
 
-def _met_shares(train: RoutingTrace, distance: int) -> NDArray[np.float64]:
+def _met_shares(train: RoutingTrace, distance: int, compiled: bool = False) -> NDArray[np.float64]:
     """(L, E, E) float64: of the training cells with expert e in the source, the share that has x in the target."""
     n_experts = train.n_experts
     source = source_cells(train, distance)
     shares = np.zeros((train.n_layers, n_experts, n_experts))
     for layer in range(train.n_layers):
-        both = (source[:, layer, 0] >= 0) & train.present[:, layer]
-        met = _meetings(source[both, layer], train.expert_ids[both, layer], (n_experts, n_experts))
+        met = _meetings(source[:, layer], train.expert_ids[:, layer], (n_experts, n_experts), compiled)
         # Each present pair has K targets, so a row of N sums to K times N[e].
         shares[layer] = met / np.maximum(1, met.sum(axis=1) // train.top_k)[:, None]
     return shares
@@ -256,13 +264,15 @@ def _inputs(source: NDArray[np.int16], before: NDArray[np.int16], n_experts: int
     return out
 
 
-def _meetings(a: NDArray[Any], b: NDArray[Any], shape: tuple[int, int]) -> NDArray[np.int64]:
-    """``shape`` int64: rows in which i is in ``a`` (n, A) and x in ``b`` (n, B); an index of ``a`` that repeats counts as often."""
-    if a.size * b.shape[1] >= MANY // 128:  # a share of what all layers come to
+def _meetings(a: NDArray[Any], b: NDArray[Any], shape: tuple[int, int], compiled: bool = False) -> NDArray[np.int64]:
+    """``shape`` int64: rows in which i is in ``a`` (n, A) and x in ``b`` (n, B), rows that begin with -1 in either left out; an index of
+    ``a`` that repeats counts as often."""
+    if compiled or a.size * b.shape[1] >= MANY // 128:  # a share of what all layers come to
         counts = np.zeros(shape, np.int64)
-        import_module("moesim.policies.predict_kernel").meetings(a.astype(np.int64), b.astype(np.int64), counts)
+        import_module("moesim.policies.predict_kernel").meetings(a, b, counts)
         return counts
-    pairs = a[:, :, None] * np.int64(shape[1]) + b[:, None, :]
+    both = (a[:, 0] >= 0) & (b[:, 0] >= 0)
+    pairs = a[both, :, None] * np.int64(shape[1]) + b[both, None, :]
     return np.bincount(pairs.ravel(), minlength=shape[0] * shape[1]).reshape(shape)
 
 
@@ -278,14 +288,6 @@ def _best(scores: NDArray[np.float64], top_k: int) -> tuple[NDArray[np.intp], ND
         top = scores.argmax(axis=1)
         best[:, rank], value[:, rank] = top, scores[rows, top]
         scores[rows, top] = -np.inf
-    return best, value
-
-
-def _best_sums(table: NDArray[np.float64], cells: NDArray[Any], top_k: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """``_best`` of ``_sum_of_rows``, compiled."""
-    best, value = np.empty((len(cells), top_k), np.int64), np.empty((len(cells), top_k))
-    kernel = import_module("moesim.policies.predict_kernel")
-    kernel.best_sums(table, cells.astype(np.int64), np.empty(table.shape[1]), best, value)
     return best, value
 
 

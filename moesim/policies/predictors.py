@@ -31,6 +31,7 @@ class Predictor(Protocol):
 
     name: str
     source: Source
+    compiled: bool
 
     def fit(self, train: RoutingTrace) -> None:
         """Learn from a training trace."""
@@ -46,10 +47,16 @@ class Ranked(ABC):
     ----------
     threshold : float
         Least confidence of a prediction, in [0, 1]; 0 leaves nothing out.
+
+    Attributes
+    ----------
+    compiled : bool
+        Use compiled loops for short traces too: set where compiled code is loaded anyway. The predictions are the same.
     """
 
     name = ""
     source: Source = "none"
+    compiled = False
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = _share("threshold", threshold)
