@@ -24,6 +24,8 @@ SWITCH_INTERVAL_S = 5e-3
 """The interpreter's switch interval during a run. Workers give up its lock at every operation of their own accord, so forcing them is of no
 use: two workers that hand over to each other in turn took 4 us a hand-over at 5 ms and above, 9 us at 1 ms, 25 us at 5 us (best of 15)."""
 
+INTERRUPT_S = 0.2  # how long an interrupt may wait for the main thread, which has nothing to do but wait for the workers
+
 Operation = Callable[[], int | None]
 
 
@@ -154,7 +156,8 @@ def run_lanes(lanes: Sequence[LaneProgram], n_tasks: int, switch_interval_s: flo
             for thread in threads:
                 thread.start()
                 started.append(thread)
-            shared.all_left.acquire()
+            while not shared.all_left.acquire(timeout=INTERRUPT_S):  # a signal that another thread received is handled here
+                pass
         except BaseException as error:  # an interrupt, or no more threads to be had
             shared.fail(error)
             for thread in started:
