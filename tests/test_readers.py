@@ -226,9 +226,9 @@ def test_throttle_keeps_its_mean_rate(rate: float, n_bytes: int) -> None:
         begin = time.perf_counter()
         assert sum(operation() for _ in range(n)) == n * n_bytes
         tries.append(abs(n * n_bytes / (time.perf_counter() - begin) / rate - 1))
-        if tries[-1] < 0.01:
+        if tries[-1] < 0.03:
             break
-    assert min(tries) < 0.01, tries
+    assert min(tries) < 0.03, tries
 
 
 def test_idle_time_earns_nothing() -> None:
