@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from moesim.errors import InputError
 from moesim.field_data import METRICS, FieldRuns, Row
 from moesim.field_run import FieldCase, FieldCases, Lacking
+from moesim.ranks import rank_correlation
 from moesim.runtimes import Rates, load_rates, was_fitted
 
 PLAN_SHARE = 0.6  # claim B1: what to plan with
@@ -231,19 +232,6 @@ def score(pairs: Sequence[tuple[float, float, str]]) -> Score:
         rank_correlation(predicted, measured),
         float(np.mean([np.median(v) for v in by_machine.values()])),
     )
-
-
-def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
-    """Spearman's rank correlation, ties at their mean rank; None below three points or without variation."""
-    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return np.asarray((ends - (counts - 1) / 2)[inverse], np.float64)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,7 @@ Operation = Callable[[], int]
 Requests = NDArray[np.int64]  # (n, 3): address in memory, offset in the file, bytes
 
 
-class Reader:
+class Reader(ABC):
     """Prepares reads of one store; made by ``open_reader``."""
 
     def __init__(self, store: ExpertStore, request_bytes: int, depth: int, bytes_per_s: float | None) -> None:
@@ -91,9 +92,9 @@ class Reader:
         cut = [(address + at + i, offset + i, min(step, size - i)) for offset, at, size in extents for i in range(0, size, step)]
         return np.array(cut, dtype=np.int64)
 
+    @abstractmethod
     def _calls(self, requests: Requests, results: NDArray[np.int64], extents: tuple[Extent, ...]) -> Callable[[], int]:
         """Return what fills ``results`` with the bytes of each request, or returns an error number."""
-        raise NotImplementedError
 
     def _error(self, failed: int, requests: Requests, results: NDArray[np.int64]) -> InputError:
         bad = int(np.argmax(results != requests[:, 2]))

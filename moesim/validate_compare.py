@@ -32,6 +32,7 @@ from moesim.calibrate_samples import eligible_ps
 from moesim.cost import CostModel, Costs
 from moesim.engines.retime import retime
 from moesim.metrics_stream import Meter
+from moesim.ranks import rank_correlation
 from moesim.schedule import COMPUTE_KINDS, Kind, Schedule, Work
 from moesim.simulate import Case, load_meter
 from moesim.timeline import Timeline
@@ -224,21 +225,6 @@ def _mean_of_like(schedule: Schedule, duration_ps: Ints) -> Ints:
             like.append(numbers.setdefault((lane, kind, f.works[work]), len(numbers)))
     mean = np.bincount(like, duration_ps) / np.bincount(like)
     return np.asarray(mean[like], np.int64)
-
-
-def rank_correlation(a: Floats, b: Floats) -> float | None:
-    """Spearman's: the correlation of ranks, equal values sharing theirs. None where either never varies, or of fewer than three."""
-    if len(a) < 3:
-        return None
-    x, y = (_ranks(values) - (len(a) + 1) / 2 for values in (a, b))
-    size = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / size if size > 0 else None
-
-
-def _ranks(values: Floats) -> Floats:
-    _, which, count = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(count)
-    return np.asarray((last - (count - 1) / 2)[which], np.float64)
 
 
 @dataclass(frozen=True)

@@ -158,3 +158,13 @@ def outcomes(it: Case) -> list[tuple[int, int, int, str]]:
     """Accesses as (step, layer, expert, outcome)."""
     names = ("cache", "prefetch", "miss")
     return [(int(a[0]), int(a[1]), int(a[2]), names[a[3]]) for f in plan(it)[1] for a in f.access]
+
+
+class Drawn:
+    """A case that prints as its scenario."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def __repr__(self) -> str:
+        return f"{self.case.scenario.model_dump(exclude_defaults=True)} {self.case.model} {sorted(self.case.hardware.tiers)}"

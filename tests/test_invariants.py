@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from planner_cases import case, machine, model, plan, real_model, trace
+from planner_cases import Drawn, case, machine, model, plan, real_model, trace
 
 from moesim import metrics, metrics_compiled, metrics_kernel
 from moesim.cost import CostModel
@@ -32,16 +32,6 @@ from moesim.trace import load_trace
 
 some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 one_of = st.sampled_from
-
-
-class Drawn:
-    """A case that prints as its scenario."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-
-    def __repr__(self) -> str:
-        return f"{self.case.scenario.model_dump(exclude_defaults=True)} {self.case.model} {sorted(self.case.hardware.tiers)}"
 
 
 @st.composite

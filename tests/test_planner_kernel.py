@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from planner_cases import case, machine, model, real_model, trace
+from planner_cases import Drawn, case, machine, model, real_model, trace
 
 from moesim.errors import InputError
 from moesim.planner import Planner
@@ -22,16 +22,6 @@ HEALTH = [*HealthCheck]
 few = settings(max_examples=150, deadline=None, suppress_health_check=HEALTH)
 nightly = settings(max_examples=3000, deadline=None, suppress_health_check=HEALTH)
 one_of = st.sampled_from
-
-
-class Drawn:
-    """A case that prints as its scenario."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-
-    def __repr__(self) -> str:
-        return f"{self.case.scenario.model_dump(exclude_defaults=True)} {self.case.model} {sorted(self.case.hardware.tiers)}"
 
 
 @st.composite

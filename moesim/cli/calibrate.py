@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moesim.calibrate_bench import calibrate_from, profile_text
 from moesim.cli.options import check_target, note, say, write
+from moesim.cli.progress import progress
 from moesim.errors import InputError
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
@@ -50,15 +49,7 @@ def command(
         return
     from moesim.calibrate import NOISY, calibrate  # needs torch, an optional extra
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=Console(stderr=True), auto_refresh=False
-    ) as bar:  # a refreshing thread would take part in what is measured
-        task = bar.add_task("calibrating", total=None)
-
-        def tick(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total, refresh=True)
-
+    with progress("calibrating") as tick:
         found = calibrate(stores, tick, repeats)
     if output is None:
         say(found.text)

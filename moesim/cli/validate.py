@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from moesim import report_validate
 from moesim.cli.options import check_target, note, say, write
+from moesim.cli.progress import Tick, progress
 from moesim.errors import EXIT_OUT_OF_TOLERANCE, InputError
 from moesim.perfetto import export_pair
 from moesim.resources import find
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from moesim.validate import Validation
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-Tick = Callable[[str, int, int], None]
 
 
 class Page(StrEnum):
@@ -98,36 +94,6 @@ def command(
         say(shapes[output](found.data))
     if not found.met:
         raise typer.Exit(EXIT_OUT_OF_TOLERANCE)
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Tick]:
-    """Yield what takes (what, done, all): a bar on stderr; where that is no terminal, a line for every tenth.
-
-    The bar is drawn when it is told something, never by a thread of its own, which would disturb what is measured.
-    """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        told = -1
-
-        def line(_what: str, done: int, total: int) -> None:
-            nonlocal told
-            tenth = 10 * done // max(total, 1)
-            if tenth > told:
-                told = tenth
-                note(f"{what}: {10 * tenth} %")
-
-        yield line
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(what, total=None)
-
-        def tick(part: str, done: int, total: int) -> None:
-            bar.update(task, description=part, completed=done, total=total)
-            bar.refresh()
-
-        yield tick
 
 
 def _calibrated(scratch: Path, folder: Path, tick: Tick) -> Path:

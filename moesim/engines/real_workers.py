@@ -219,22 +219,29 @@ def _work(
         shared.leave()
 
 
+def _wait(waits: tuple[int, ...], me: int, shared: _Shared) -> None:
+    """Sleep until all of some tasks have ended, or everybody leaves."""
+    done, waits_for, mine, stop = shared.done, shared.waits_for, shared.locks[me], shared.stop
+    for before in waits:
+        while not done[before]:
+            waits_for[me] = before
+            if done[before]:
+                break
+            mine.acquire()
+            if stop:
+                return
+
+
 def _serve(
     lane: LaneProgram, server: int, me: int, turn: _Turn, shared: _Shared, record: Record, wakes: list[tuple[int, ...]], at: list[int]
 ) -> None:  # fmt: skip
     """The only server of a lane: every step here is on the path of every task."""
     done, waits_for, locks, stop = shared.done, shared.waits_for, shared.locks, shared.stop
     start, end, moved = record.start_ns, record.end_ns, record.moved_bytes
-    mine, clock = locks[me], perf_counter_ns
+    clock = perf_counter_ns
     for task, operation, waits in zip(lane.tasks, lane.operations, lane.waits, strict=True):
-        for before in waits:
-            while not done[before]:
-                waits_for[me] = before
-                if done[before]:
-                    break
-                mine.acquire()
-                if stop:
-                    return
+        if waits:
+            _wait(waits, me, shared)
         if stop:
             return
         at[0] = task
@@ -253,20 +260,15 @@ def _serve_in_turn(
     """One of several servers of a lane: holds the lane's ticket until its task has started."""
     done, waits_for, locks, stop = shared.done, shared.waits_for, shared.locks, shared.stop
     start, end, moved = record.start_ns, record.end_ns, record.moved_bytes
-    mine, clock, n = locks[me], perf_counter_ns, len(lane.tasks)
+    clock, n = perf_counter_ns, len(lane.tasks)
     while True:
         with turn.lock:
             row = turn.next
             if row == n or stop:
                 return
-            for before in lane.waits[row]:
-                while not done[before]:
-                    waits_for[me] = before
-                    if done[before]:
-                        break
-                    mine.acquire()
-                    if stop:
-                        return
+            _wait(lane.waits[row], me, shared)
+            if stop:
+                return
             task = at[0] = lane.tasks[row]
             operation = lane.operations[row]
             record.server[task] = server
