@@ -250,7 +250,7 @@ def test_a_failing_read_names_its_expert(bench: Bench) -> None:
     assert not moesim_threads()
 
 
-def test_interrupt_ends_a_run_within_seconds(bench: Bench) -> None:
+def test_interrupt_ends_a_run_within_seconds(bench: Bench, interruptible: None) -> None:
     program = bench.program(case(), bytes_per_s=200_000)  # half a second an expert
     (load,) = program.load_tasks[tasks_of(program, Kind.LOAD)[0]]
     read, began = load.move, 0.0

@@ -100,7 +100,7 @@ def test_a_lane_that_cannot_begin_stops_everybody() -> None:
     assert not moesim_threads()
 
 
-def test_interrupt_ends_the_run_within_seconds() -> None:
+def test_interrupt_ends_the_run_within_seconds(interruptible: None) -> None:
     interrupted: list[float] = []
 
     def slow() -> None:
