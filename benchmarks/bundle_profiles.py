@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.generator_quality import SHARED, SUITES, progress
-from moesim.fit_like import fit
 from moesim.generate import popularity_from_counts_csv
-from moesim.generate_like import generate
-from moesim.like_profiles import find_like
-from moesim.profile_facts import Facts, expand
-from moesim.routing_profile import Figure, save_like
+from moesim.generate.bundled import find_like
+from moesim.generate.facts import Facts, expand
+from moesim.generate.fit import fit
+from moesim.generate.like import generate
+from moesim.generate.routing_profile import Figure, save_like
 from moesim.trace import RoutingTrace, load_trace
 from moesim.trace_stats import prediction_statistics, reuse, top_half_share
 

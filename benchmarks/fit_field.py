@@ -21,8 +21,8 @@ import numpy as np
 
 from moesim import resources
 from moesim.backtest import backtest
-from moesim.field_data import read_field_runs
-from moesim.field_run import FieldCase, FieldCases, Lacking
+from moesim.backtest.data import read_field_runs
+from moesim.backtest.run import FieldCase, FieldCases, Lacking
 from moesim.runtimes import Rates, attained_file, held_out
 
 PRIOR = {  # where the fit starts and what it is drawn to where rows say little

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from moesim.fit_like import decode_part, fit, statistics
 from moesim.generate import from_popularity, uniform, zipf_popularity
-from moesim.generate_like import generate
+from moesim.generate.fit import decode_part, fit, statistics
+from moesim.generate.like import generate
 from moesim.trace import RoutingTrace, load_trace
 from moesim.trace_stats import top_half_share
 

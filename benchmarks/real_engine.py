@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 
 from moesim import config, resources
-from moesim.awake import cores_awake
 from moesim.engines.real import run
 from moesim.expert_store import ExpertStore
-from moesim.real_case import RealCase, Stores, prepare
+from moesim.host.awake import cores_awake
 from moesim.scenario import Scenario
 from moesim.schedule import Kind
 from moesim.simulate import make_case, simulate
+from moesim.validate.case import RealCase, Stores, prepare
 
 READS = ("placement.pools.ram={hold: none, policy: static}", "prefetch={predictor: oracle, distance: 1}", "precision.routed_experts=int8")
 COMPUTE = ("placement.pools.ram={hold: all}",)

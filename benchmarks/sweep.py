@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moesim.sweep import Plan, Sweep, plan_sweep, sweep
-from moesim.sweep_run import Runner, on_cluster, on_cores
+from moesim.sweep.run import Runner, on_cluster, on_cores
 
 SPACE = """\
 name: benchmark

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from moesim.field_machine import Machine
+from moesim.backtest.machine import Machine
 from moesim.hardware import HardwareProfile
-from moesim.hardware_parts import Figure
+from moesim.hardware.parts import Figure
 from moesim.runtimes import Rates, RunFacts, Runtime
 from moesim.schedule import Work
 from moesim.steady import Part

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from moesim.hardware_parts import KernelPoint
+from moesim.hardware.parts import KernelPoint
 
 Curve = list[tuple[int, float]]
 

@@ -17,9 +17,9 @@ from moesim import config
 from moesim.config import Spec
 from moesim.config import problem as refuse
 from moesim.errors import InputError, did_you_mean
-from moesim.hardware_catalogue import GIB, Drive, folder, part_names, size_text
-from moesim.hardware_grammar import Parts, read_parts
-from moesim.hardware_parts import Price
+from moesim.hardware.catalogue import GIB, Drive, folder, part_names, size_text
+from moesim.hardware.grammar import Parts, read_parts
+from moesim.hardware.parts import Price
 
 OLD_DAYS = 180
 _REGISTERED = ("workstation", "server-single", "server-dual")

@@ -17,17 +17,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim import __version__, config, metrics, metrics_kernel, resources
+from moesim import __version__, config, metrics, resources
 from moesim.config import Document
 from moesim.cost import CostModel, Costs
 from moesim.errors import InputError
 from moesim.generate import from_popularity, popularity_from_counts_csv, uniform, zipf_popularity
-from moesim.generate_like import generate as draw_like
+from moesim.generate.bundled import find_like
+from moesim.generate.like import generate as draw_like
 from moesim.hardware import HardwareProfile, assumed_figures
-from moesim.hardware_compose import find_hardware
+from moesim.hardware.compose import find_hardware
 from moesim.layout import Layout
-from moesim.like_profiles import find_like
-from moesim.metrics_stream import Meter
+from moesim.metrics import kernel as metrics_kernel
+from moesim.metrics.stream import Meter
 from moesim.model import ModelSpec
 from moesim.model_files import load_model_with_plan
 from moesim.planner import Planner
@@ -106,7 +107,7 @@ class Case:
             predicted, source = predictor.predict(routing.used, prefetch.distance), source_of(prefetch.predictor)
         planner: type[Planner] = Planner
         if self.engine == "fast":
-            planner = import_module("moesim.planner_fast").CompiledPlanner
+            planner = import_module("moesim.planner.fast").CompiledPlanner
         return planner(self.layout, routing.used, routing.steps, routing.popularity, predicted, source)
 
 
@@ -412,7 +413,7 @@ def _simulate(case: Case, progress: Callable[[int, int], None] | None, keep: boo
 
 def load_meter(case: Case, planner: Planner, keep: bool = False) -> Meter:
     """Return a meter for a run of a case; its loops are compiled where the engine is."""
-    kernels = import_module("moesim.metrics_compiled") if case.engine == "fast" else metrics_kernel
+    kernels = import_module("moesim.metrics.compiled") if case.engine == "fast" else metrics_kernel
     model = case.model
     return Meter(planner.lanes, model.n_layers, model.n_experts, len(planner.tiers), planner.initial_memory(), kernels, keep)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moesim.cost import CostModel
+from moesim.planner.works import ATTENTION_KERNELS, Works
 from moesim.schedule import Work
-from moesim.works import ATTENTION_KERNELS, Works
 
 PROJECTION_KERNELS = 5  # of the kernels of attention: norm, q, k, v, output projection
 

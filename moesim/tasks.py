@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moesim.cost import Costs
 from moesim.metrics import PS
-from moesim.metrics_stream import Meter
+from moesim.metrics.stream import Meter
 from moesim.schedule import COMPUTE_KINDS, Fragment, Ints, Kind, Lane
 from moesim.timeline import Timeline
 

@@ -51,7 +51,7 @@ def break_disk(monkeypatch: pytest.MonkeyPatch, fault: str, call: int = 0) -> No
 
     ``"short"``: its last request delivers half; ``"eio"``: it delivers an error; ``"flip"``: the first request delivers one wrong bit.
     """
-    from moesim import disk_calls
+    from moesim.host import disk_calls
 
     seen = [0]
 

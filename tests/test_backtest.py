@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from moesim.backtest import backtest, depth_of, rank_correlation, score, slopes
+from moesim.backtest.data import read_field_runs
+from moesim.backtest.machine import machine_of
+from moesim.backtest.memory import predict_memory
+from moesim.backtest.model import model_of
+from moesim.backtest.precision import plan_of, recipe_of
+from moesim.backtest.run import FieldCases, Lacking
 from moesim.errors import InputError
-from moesim.field_data import read_field_runs
-from moesim.field_machine import machine_of
-from moesim.field_memory import predict_memory
-from moesim.field_model import model_of
-from moesim.field_precision import plan_of, recipe_of
-from moesim.field_run import FieldCases, Lacking
 from moesim.runtimes import attained_file, held_out, load_rates, load_runtimes, runtime_of
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "field_runs"

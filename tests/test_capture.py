@@ -20,8 +20,8 @@ from local_server import LocalServer
 
 from moesim import capture as capture_module
 from moesim.capture import Recorder, capture, load_model
-from moesim.capture_files import Parts, need, prompts_of, read_prompts
-from moesim.capture_server import capture_server
+from moesim.capture.files import Parts, need, prompts_of, read_prompts
+from moesim.capture.server import capture_server
 from moesim.cli.main import run
 from moesim.errors import InputError
 from moesim.trace import DECODE, load_trace

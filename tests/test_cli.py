@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from small_runs import SMALL, small_result, write_scenario
 
-from moesim import __version__, frames, report, report_budget
+from moesim import __version__, frames, report
 from moesim.cli import main as frame
 from moesim.cli.main import COMMANDS, run
 from moesim.errors import MoesimError
+from moesim.report import budget as report_budget
 from moesim.simulate import load_case
 
 METRICS = {

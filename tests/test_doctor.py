@@ -12,9 +12,9 @@ from planner_cases import machine, model, trace
 
 from moesim.cli.main import run
 from moesim.doctor import Diagnosis, Finding, doctor
-from moesim.replay import speed_of
 from moesim.simulate import load_case, simulate
 from moesim.trace import save_trace
+from moesim.whatif.replay import speed_of
 
 
 def scenario(folder: Path, *, vram: int | None = None, changed: dict[str, Any] | None = None, **settings: Any) -> str:

@@ -20,8 +20,8 @@ from moesim.precision import FORMATS, plan_from
 
 torch = pytest.importorskip("torch", reason="expert stores need torch: pip install 'moesim[validate]'")
 
-from moesim.expert_build import build_store  # noqa: E402
 from moesim.expert_store import ExpertStore, index_path  # noqa: E402
+from moesim.expert_store.builder import build_store  # noqa: E402
 from moesim.quant.packing import pack  # noqa: E402
 
 LAYOUTS = ["merged", "scattered"]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from moesim.errors import InputError
-from moesim.fit_like import fit, statistics
 from moesim.generate import from_popularity, uniform, zipf_popularity
-from moesim.generate_like import generate
-from moesim.like_profiles import bundled_likes, find_like, read_like
-from moesim.profile_facts import Facts, expand, parse_facts
-from moesim.routing_profile import LikeProfile, save_like
+from moesim.generate.bundled import bundled_likes, find_like, read_like
+from moesim.generate.facts import Facts, expand, parse_facts
+from moesim.generate.fit import fit, statistics
+from moesim.generate.like import generate
+from moesim.generate.routing_profile import LikeProfile, save_like
 from moesim.trace import RoutingTrace, load_trace
 
 

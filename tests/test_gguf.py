@@ -17,8 +17,8 @@ from gguf_writer import Q, deepseek2, qwen3moe, write  # noqa: E402
 
 from moesim.architecture import FullAttention, LinearAttention, MlaAttention  # noqa: E402
 from moesim.errors import InputError  # noqa: E402
-from moesim.gguf_header import TYPES, read_header  # noqa: E402
 from moesim.model_files import load_model, load_model_with_plan  # noqa: E402
+from moesim.model_files.gguf_header import TYPES, read_header  # noqa: E402
 from moesim.precision import get_format  # noqa: E402
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moesim import config, resources
 from moesim.errors import InputError
 from moesim.hardware import Figure, HardwareProfile, Rate, assumed_figures, figures, load_hardware
-from moesim.hardware_parts import Size
+from moesim.hardware.parts import Size
 
 NAMES = sorted(resources.names("hardware_profiles"))
 KIB, MIB = 1024, 1024 * 1024

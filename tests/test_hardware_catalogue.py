@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from moesim import config, hardware_catalogue, resources
+from moesim import config, resources
 from moesim.cli import main as frame
 from moesim.errors import InputError
 from moesim.hardware import ChannelFacts, HardwareProfile, figures, load_hardware
-from moesim.hardware_catalogue import KINDS, SIMD, Cpu, Drive, Gpu, Soc, assumptions, cpu_peaks, folder, part, part_names, parts
-from moesim.hardware_compose import compose, find_hardware
-from moesim.hardware_grammar import is_composition, read_parts
+from moesim.hardware import catalogue as hardware_catalogue
+from moesim.hardware.catalogue import KINDS, SIMD, Cpu, Drive, Gpu, Soc, assumptions, cpu_peaks, folder, part, part_names, parts
+from moesim.hardware.compose import compose, find_hardware
+from moesim.hardware.grammar import is_composition, read_parts
 from moesim.simulate import load_case, simulate
 
 GPUS, SOCS, CPUS, DRIVES = parts(Gpu), parts(Soc), parts(Cpu), parts(Drive)

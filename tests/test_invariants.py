@@ -15,13 +15,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from planner_cases import Drawn, case, machine, model, plan, real_model, trace
 
-from moesim import metrics, metrics_compiled, metrics_kernel
+from moesim import metrics
 from moesim.cost import CostModel
 from moesim.engines.des import DesEngine
 from moesim.errors import InputError
 from moesim.layout import PoolPlan
 from moesim.ledger import largest, spread
-from moesim.metrics_stream import Meter
+from moesim.metrics import compiled as metrics_compiled
+from moesim.metrics import kernel as metrics_kernel
+from moesim.metrics.stream import Meter
 from moesim.planner import Planner
 from moesim.policies.cache import Access, ExpertPool, future_uses, hottest, make_policy
 from moesim.schedule import Fragment, Kind, Outcome

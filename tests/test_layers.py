@@ -15,24 +15,29 @@ PACKAGE = ROOT / "moesim"
 
 
 def rooms() -> dict[str, int]:
-    """Rank of each module in the map of README.md; ``folder/*`` stands for all modules of a folder, which may import each other."""
+    """Rank of each module in the map of README.md. A line names files, or a folder and its modules: ``.`` is the folder's own
+    ``__init__.py``, ``*`` stands for all of its modules, which may import each other.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"<!-- rooms -->\n```\n(.*?)```", text, re.S)
     assert block, "README.md has no map of rooms"
     rank: dict[str, int] = {}
     for line in block[1].splitlines():
-        for word in line.split("  #")[0].split():
-            room = word.removesuffix(".py").replace("/", ".")
-            names = [n for n in modules() if n.startswith(room[:-1])] if room.endswith(".*") else [room]
+        words = line.split("  #")[0].split()
+        folder = words.pop(0).removesuffix("/") if words[0].endswith("/") else ""
+        for word in words:
+            room = folder if word == "." else f"{folder}.{word}" if folder else word.removesuffix(".py")
+            names = [n for n in modules() if n.startswith(room[:-1])] if word == "*" else [room]
             rank |= dict.fromkeys((n for n in names if n not in rank), len(rank))
     return rank
 
 
 def modules() -> dict[str, Path]:
+    """The modules by name; a folder's ``__init__.py`` counts where it holds more than a docstring."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        if path.name != "__init__.py":
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        if path.name != "__init__.py" or (name and len(ast.parse(path.read_text(encoding="utf-8")).body) > 1):
             found[name] = path
     return found
 
@@ -49,7 +54,8 @@ def test_imports_point_up_the_map(name: str) -> None:
         targets = []
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("moesim"):
             base = node.module.removeprefix("moesim").lstrip(".")
-            targets = [base] if base in order else [f"{base}.{a.name}".lstrip(".") for a in node.names]
+            inner = [f"{base}.{a.name}".lstrip(".") for a in node.names]
+            targets = [module if module in order else base for module in inner]
         elif isinstance(node, ast.Import):
             targets = [a.name.removeprefix("moesim.") for a in node.names if a.name.startswith("moesim.")]
         for target in targets:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moesim.calibrate_bench import calibrate_from, profile_text
+from moesim.calibrate.bench import calibrate_from, profile_text
 from moesim.cli.main import run
 from moesim.config import Document, build
 from moesim.errors import InputError
 from moesim.hardware import load_hardware
-from moesim.llama_bench import read_bench
-from moesim.llama_flags import to_scenario
+from moesim.llama.bench import read_bench
+from moesim.llama.flags import to_scenario
 from moesim.scenario import Scenario
 from moesim.simulate import make_case, simulate
 
@@ -30,7 +30,7 @@ def result(prompt: int, generate: int, depth: int, speed: float, **settings: obj
 
 def speed(prompt: int, generate: int, depth: int, hardware: str = MACHINE) -> float:
     """What the simulator says of a run with everything on the GPU."""
-    from moesim.llama_options import parse_command
+    from moesim.llama.options import parse_command
 
     line = f"llama-bench -m {FILE} -ngl 99 -fa 1 -p {prompt} -n {generate} -d {depth}"
     case = make_case(build(Scenario, Document(to_scenario(parse_command(line), hardware).scenario, "test")))

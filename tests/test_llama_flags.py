@@ -14,10 +14,10 @@ from moesim.cli.main import run
 from moesim.config import Document, build
 from moesim.errors import DoesNotFit, InputError
 from moesim.layout import Layout
-from moesim.llama_flags import to_flags, to_scenario
-from moesim.llama_model import quant_of, spans
-from moesim.llama_options import FORK, MAINLINE, parse_command
-from moesim.llama_suggest import suggest
+from moesim.llama.flags import to_flags, to_scenario
+from moesim.llama.model import quant_of, spans
+from moesim.llama.options import FORK, MAINLINE, parse_command
+from moesim.llama.suggest import suggest
 from moesim.scenario import Scenario
 from moesim.simulate import Case, load_case, make_case
 

@@ -11,7 +11,7 @@ from moesim.engines.des import DesEngine
 from moesim.engines.fast import FastEngine
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile, load_hardware
-from moesim.hardware_parts import KernelPoint
+from moesim.hardware.parts import KernelPoint
 from moesim.kernel_table import KernelTable
 from moesim.schedule import FragmentBuilder, Kind, Lane, Work
 

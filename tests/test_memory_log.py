@@ -10,8 +10,8 @@ import yaml
 
 from moesim.cli.main import run
 from moesim.errors import InputError
-from moesim.llama_flags import to_scenario
-from moesim.llama_options import parse_command
+from moesim.llama.flags import to_scenario
+from moesim.llama.options import parse_command
 from moesim.memory_log import MIB, compare
 from moesim.simulate import load_case
 

@@ -16,11 +16,13 @@ from small_runs import write_scenario
 from test_fast import cuts_of, few, jittered, programs
 from timeline_program import Pieces, Program
 
-from moesim import metrics, metrics_compiled, metrics_kernel
+from moesim import metrics
 from moesim.cost import CostModel
 from moesim.engines.des import DesEngine
 from moesim.errors import InputError, MoesimError
-from moesim.metrics_stream import Meter
+from moesim.metrics import compiled as metrics_compiled
+from moesim.metrics import kernel as metrics_kernel
+from moesim.metrics.stream import Meter
 from moesim.schedule import Kind
 from moesim.simulate import LONG_RUN_TASKS, Result, load_case, simulate
 from moesim.timeline import Timeline

@@ -17,10 +17,10 @@ from moesim import metrics
 from moesim.cost import Costs
 from moesim.engines.des import DesEngine
 from moesim.errors import InputError
-from moesim.metrics_stream import Meter
+from moesim.metrics.stream import Meter
 from moesim.model_files import load_model
+from moesim.planner.residency import Rooms
 from moesim.precision import plan_from
-from moesim.residency import Rooms
 from moesim.schedule import Dep, FragmentBuilder, Kind, Lane, Outcome, Work
 from moesim.simulate import Case, simulate
 

@@ -14,7 +14,7 @@ from planner_cases import Drawn, case, machine, model, real_model, trace
 
 from moesim.errors import InputError
 from moesim.planner import Planner
-from moesim.planner_fast import CompiledPlanner
+from moesim.planner.fast import CompiledPlanner
 from moesim.schedule import Fragment, Kind, Outcome
 from moesim.simulate import Case, load_case
 

@@ -15,11 +15,11 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
-from moesim import plots_trace
 from moesim.cli.main import run
 from moesim.errors import InputError
 from moesim.generate import from_popularity
-from moesim.plots_trace import by_popularity, hit_rates, recall_by_distance, reuse_curve
+from moesim.plots import trace as plots_trace
+from moesim.plots.trace import by_popularity, hit_rates, recall_by_distance, reuse_curve
 from moesim.policies.cache import ExpertPool, future_uses, hottest, make_policy
 from moesim.trace import RoutingTrace, load_trace
 from moesim.trace_stats import analyse

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from store_cases import break_disk, direct_folder, mixed_plan, small_model
 
-from moesim.arena import PAGE_BYTES, Arena, OutOfMemory, as_array
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
-from moesim.links import CopyLink, Throttle
+from moesim.host.arena import PAGE_BYTES, Arena, OutOfMemory, as_array
+from moesim.host.links import CopyLink, Throttle
 
 pytest.importorskip("torch", reason="expert stores need torch: pip install 'moesim[validate]'")
 
-from moesim import disk_calls  # noqa: E402
-from moesim.expert_build import build_store  # noqa: E402
-from moesim.expert_readers import open_reader  # noqa: E402
 from moesim.expert_store import ExpertStore  # noqa: E402
+from moesim.expert_store.builder import build_store  # noqa: E402
+from moesim.expert_store.readers import open_reader  # noqa: E402
+from moesim.host import disk_calls  # noqa: E402
 
 WAYS = [("direct", 1), ("direct", 4), ("buffered", 1), ("mmap", 1)]
 LAYOUTS = ["merged", "scattered"]

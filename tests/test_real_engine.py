@@ -17,7 +17,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="real runs need torch (pip install 'moesim[validate]')")
 
 from moesim import metrics  # noqa: E402
-from moesim.arena import Arena, OutOfMemory  # noqa: E402
 from moesim.cost import CostModel  # noqa: E402
 from moesim.engines import real  # noqa: E402
 from moesim.engines.real_layers import Batch, Network  # noqa: E402
@@ -26,8 +25,9 @@ from moesim.engines.real_slots import at_start, tier_slots, traffic  # noqa: E40
 from moesim.engines.real_tasks import LoadTask, WrongExpert  # noqa: E402
 from moesim.engines.real_weights import RandomWeights, TinyMoeWeights, load_weights  # noqa: E402
 from moesim.errors import InputError  # noqa: E402
-from moesim.expert_build import build_store  # noqa: E402
-from moesim.expert_readers import open_reader  # noqa: E402
+from moesim.expert_store.builder import build_store  # noqa: E402
+from moesim.expert_store.readers import open_reader  # noqa: E402
+from moesim.host.arena import Arena, OutOfMemory  # noqa: E402
 from moesim.model import ModelSpec  # noqa: E402
 from moesim.precision import PrecisionPlan  # noqa: E402
 from moesim.scenario import Scenario  # noqa: E402

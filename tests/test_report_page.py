@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from small_runs import SMALL, small_result, write_scenario
 
-from moesim import report, report_page
+from moesim import report
 from moesim.cli.main import run
 from moesim.errors import InputError
 from moesim.plots import MS, load_waits, middle_steps
-from moesim.report_page import Entry
-from moesim.result_file import read_result
+from moesim.report import page as report_page
+from moesim.report.page import Entry
+from moesim.report.result_file import read_result
 from moesim.text_table import number
 from moesim.units import show
 from moesim.whatif import whatif

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
-from moesim import report_sizing
 from moesim.cli.main import run
 from moesim.errors import InputError
 from moesim.prices import load_prices, price_lines, total, upgrade_lines
-from moesim.replay import Replay, speed_of
+from moesim.report import sizing as report_sizing
 from moesim.resources import names
 from moesim.simulate import load_case, simulate
 from moesim.sizing import Sizing, size
-from moesim.sizing_machines import candidates, canonical, upgrades
-from moesim.sizing_needs import load_needs
-from moesim.sizing_run import Judge
-from moesim.uncertainty import effects, interval
+from moesim.sizing.machines import candidates, canonical, upgrades
+from moesim.sizing.needs import load_needs
+from moesim.sizing.run import Judge
 from moesim.whatif import DRAWS
+from moesim.whatif.replay import Replay, speed_of
+from moesim.whatif.uncertainty import effects, interval
 
 TODAY = datetime.date(2025, 7, 1)
 SMALL = "ryzen-9600x + ddr5-5600x2:32GiB + nvme-gen4"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moesim.cost import CostModel
+from moesim.planner.works import Works
 from moesim.scenario import Scenario
 from moesim.simulate import make_case, simulate
 from moesim.steady import Part, StepShape, expert_rows, merged, price, projections, scores
-from moesim.works import Works
 
 
 def case():  # type: ignore[no-untyped-def]

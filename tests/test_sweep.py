@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from sweep_cases import write_sweep
 
-from moesim import report_sweep
 from moesim.cli.main import run
 from moesim.errors import InputError
-from moesim.pareto import front
+from moesim.report import sweep as report_sweep
 from moesim.scenario import load_scenario
 from moesim.simulate import load_case, make_case, simulate
 from moesim.sweep import Sweep, plan_sweep, sweep
-from moesim.sweep_record import record
-from moesim.sweep_space import assemble, code_identity
-from moesim.sweep_store import Row, Store
+from moesim.sweep.pareto import front
+from moesim.sweep.record import record
+from moesim.sweep.space import assemble, code_identity
+from moesim.sweep.store import Row, Store
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -313,7 +313,7 @@ def test_the_frame_has_a_row_a_point(small: Sweep) -> None:
 def test_plots_take_axes(small: Sweep) -> None:
     import matplotlib.pyplot as plt
 
-    from moesim import plots_sweep
+    from moesim.plots import sweep as plots_sweep
 
     _, ax = plt.subplots()
     assert plots_sweep.pareto_front(small, ax) is ax and ax.get_ylabel() == "speed (tok/s)"

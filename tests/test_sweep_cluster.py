@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from sweep_cases import write_sweep
 
-from moesim import sweep_run
 from moesim.errors import InputError
 from moesim.sweep import plan_sweep, sweep
-from moesim.sweep_run import on_cluster
-from moesim.sweep_space import code_identity
-from moesim.sweep_store import Store
+from moesim.sweep import run as sweep_run
+from moesim.sweep.run import on_cluster
+from moesim.sweep.space import code_identity
+from moesim.sweep.store import Store
 
 pytest.importorskip("distributed", reason="needs the extra cluster")
 AXES = "axes:\n  seed: {from: 0, to: 23, steps: 24}\n  placement.pools.vram.hold: [2, 4]\n"  # points that share nothing

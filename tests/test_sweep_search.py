@@ -10,9 +10,9 @@ from sweep_cases import write_sweep
 from moesim import resources
 from moesim.errors import InputError
 from moesim.sweep import Sweep, plan_sweep, sweep
-from moesim.sweep_record import value
-from moesim.sweep_space import code_identity
-from moesim.sweep_store import Store
+from moesim.sweep.record import value
+from moesim.sweep.space import code_identity
+from moesim.sweep.store import Store
 
 pytest.importorskip("optuna", reason="needs the extra search")
 

@@ -11,8 +11,8 @@ from moesim import resources
 from moesim.cli.main import run
 from moesim.errors import InputError
 from moesim.sweep import plan_sweep
-from moesim.sweep_paths import put
-from moesim.sweep_space import priced_apart
+from moesim.sweep.paths import put
+from moesim.sweep.space import priced_apart
 
 
 def values(path: Path) -> list[dict[str, object]]:

@@ -14,16 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesim import report_validate, validate_compare
 from moesim.cost import Costs
 from moesim.errors import InputError
+from moesim.report import validate as report_validate
 from moesim.schedule import Dep, FragmentBuilder, Kind, Lane, Schedule, Work
 from moesim.simulate import load_case
 from moesim.timeline import CAUSE_HEAD_OF_LINE, Timeline
-from moesim.validate_compare import alone_ps, baselines_ms, costs_of, explain, rank_correlation, tokens, with_dispatch
-from moesim.validate_oom import bisect
-from moesim.validate_suite import entries
-from moesim.validate_verdict import case_limit, criteria, oom_met, summary, within
+from moesim.validate import comparison as validate_comparison
+from moesim.validate.comparison import alone_ps, baselines_ms, costs_of, explain, rank_correlation, tokens, with_dispatch
+from moesim.validate.oom import bisect
+from moesim.validate.suite import entries
+from moesim.validate.verdict import case_limit, criteria, oom_met, summary, within
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = ROOT / "scenarios" / "validation"
@@ -163,7 +164,7 @@ def test_baselines_have_the_costs_and_hits_of_the_run() -> None:
     planner = case.planner()
     schedule = Schedule(planner.lanes, fragments=list(planner.fragments()))
     alone = alone_ps(schedule, costs_of(case, schedule)) * 1e-9 / 4
-    loads = validate_compare.column(schedule, "kind") == Kind.LOAD
+    loads = validate_comparison.column(schedule, "kind") == Kind.LOAD
     found = baselines_ms(case, schedule, costs_of(case, schedule))
     assert 0 < alone[loads].sum() != alone[~loads].sum() > 0
     assert found["sum"] == pytest.approx(alone.sum())
@@ -262,7 +263,7 @@ def test_bisection_at_its_bounds() -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from moesim.oom_probe import main
+from moesim.validate.oom_probe import main
 def hold(size: str, _: tuple, folder: Path) -> None:
     if size == "wrong":
         raise ValueError("a bug")
@@ -320,8 +321,8 @@ def test_reports_show_every_case_the_worst_first() -> None:
 
 
 def test_pictures_of_a_run() -> None:
-    from moesim import plots_validate
-    from moesim.validate_compare import Executed, Measured
+    from moesim.plots import validate as plots_validate
+    from moesim.validate.comparison import Executed, Measured
 
     schedule = two_tokens()
     it = Executed(None, schedule, costs(schedule, [0] * 6), SAID, [Measured(SAID, True, True)])  # type: ignore[arg-type]

@@ -12,12 +12,15 @@ from store_cases import direct_folder
 
 pytest.importorskip("torch", reason="real runs need torch: pip install 'moesim[validate]'")
 
-from moesim import real_case, validate, validate_oom, validate_run
 from moesim.cli.main import run
 from moesim.engines.real_tasks import Tag
 from moesim.engines.real_workers import LaneProgram
-from moesim.real_case import RealCase
 from moesim.schedule import Kind
+from moesim.validate import case as real_case
+from moesim.validate import oom as validate_oom
+from moesim.validate import run as validate_run
+from moesim.validate import validation
+from moesim.validate.case import RealCase
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILE = ROOT / "hardware_profiles" / "two-core-host.yaml"
@@ -95,9 +98,9 @@ def typical(row: dict[str, Any]) -> float:
 def test_exit_code_says_whether_it_is_within_tolerance(
     suite: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge = validate.summary
+    judge = validation.summary
     for verdict, code in ((True, 0), (False, 4)):
-        monkeypatch.setattr(validate, "summary", lambda rows, oom, met=verdict: judge(rows, oom) | {"met": met})
+        monkeypatch.setattr(validation, "summary", lambda rows, oom, met=verdict: judge(rows, oom) | {"met": met})
         assert call(capsys, suite, "--quick", "--repeats", "1")[0] == code
 
 

@@ -14,18 +14,18 @@ import yaml
 from planner_cases import machine, model, trace
 
 from moesim import metrics
-from moesim.changes import attempt, changes, command, yaml_of
 from moesim.cli.main import run
-from moesim.curves import curve
 from moesim.errors import InputError
 from moesim.hardware import Figure, Rate, load_hardware
-from moesim.hardware_parts import times
-from moesim.knobs import RANGES, figure_range, find_knob, knobs, turn
-from moesim.replay import Replay, speed_of
+from moesim.hardware.parts import times
 from moesim.simulate import load_case, simulate
 from moesim.trace import save_trace
-from moesim.uncertainty import effects, interval
 from moesim.whatif import ceilings, whatif
+from moesim.whatif.curves import curve
+from moesim.whatif.figures import RANGES, figure_range, find_knob, knobs, turn
+from moesim.whatif.replay import Replay, speed_of
+from moesim.whatif.uncertainty import effects, interval
+from moesim.whatif.upgrades import attempt, changes, command, yaml_of
 
 LAYERS, EXPERT, RATE = 4, 1000, 5e6  # bytes of an expert and layer; bytes/s that reads of such experts attain
 
@@ -100,7 +100,7 @@ def test_elasticity_equals_the_finite_difference_of_whole_runs(tmp_path: Path) -
 
 
 def _turned(replay: Replay, knob: Any, factor: float) -> Any:
-    from moesim.knobs import turned
+    from moesim.whatif.figures import turned
 
     return turned(replay.case, knob, factor)
 

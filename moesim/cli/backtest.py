@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from moesim import field_report
 from moesim.backtest import backtest as run_backtest
+from moesim.backtest.ablation import ablate
+from moesim.backtest.data import read_field_runs
+from moesim.backtest.memory import predict_memory
 from moesim.cli.options import Format, Output, check_target, note, say
 from moesim.errors import InputError
-from moesim.field_ablation import ablate
-from moesim.field_data import read_field_runs
-from moesim.field_memory import predict_memory
+from moesim.report import backtest as field_report
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -37,7 +37,7 @@ def backtest(
     run = run_backtest(data, warm=warm)
     memory = predict_memory(data)
     if plot is not None:
-        from moesim import plots_field  # matplotlib takes longer to import than most answers take
+        from moesim.plots import backtest as plots_field  # matplotlib takes longer to import than most answers take
 
         try:
             plots_field.save_backtest(run, plot)

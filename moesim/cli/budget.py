@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from moesim import report_against, report_budget
 from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, say
 from moesim.errors import DoesNotFit
 from moesim.memory_log import compare
-from moesim.report_budget import Budget
+from moesim.report import against as report_against
+from moesim.report import budget as report_budget
+from moesim.report.budget import Budget
 from moesim.simulate import load_case
 from moesim.units import show
 

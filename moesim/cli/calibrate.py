@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moesim.calibrate_bench import calibrate_from, profile_text
+from moesim.calibrate.bench import calibrate_from, profile_text
 from moesim.cli.options import check_target, note, say, write
 from moesim.cli.progress import progress
 from moesim.errors import InputError
@@ -47,7 +47,7 @@ def command(
     if source is not None:
         _from_bench(source, hardware, model, output)
         return
-    from moesim.calibrate import NOISY, calibrate  # needs torch, an optional extra
+    from moesim.calibrate.calibration import NOISY, calibrate  # needs torch, an optional extra
 
     with progress("calibrating") as tick:
         found = calibrate(stores, tick, repeats)

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from moesim import report_doctor
 from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, say
 from moesim.cli.run import progress
 from moesim.doctor import doctor
+from moesim.report import doctor as report_doctor
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 PRINTERS = {

@@ -9,8 +9,8 @@ import typer
 import yaml
 
 from moesim.cli.options import check_target, note, say, write
-from moesim.llama_flags import to_scenario
-from moesim.llama_options import parse_command
+from moesim.llama.flags import to_scenario
+from moesim.llama.options import parse_command
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 

@@ -15,10 +15,10 @@ from moesim.cli.bundled import show_list
 from moesim.cli.options import ListFormat, ListOutput, say
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile, figures, load_hardware
-from moesim.hardware_catalogue import part, part_names
-from moesim.hardware_compose import find_hardware
-from moesim.hardware_grammar import is_composition, read_parts
-from moesim.hardware_parts import Basis, Figure
+from moesim.hardware.catalogue import part, part_names
+from moesim.hardware.compose import find_hardware
+from moesim.hardware.grammar import is_composition, read_parts
+from moesim.hardware.parts import Basis, Figure
 from moesim.text_table import WIDTH, columns, wrap
 from moesim.units import show
 

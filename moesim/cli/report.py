@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from moesim.changes import command as command_line
 from moesim.cli.options import Assignments, Machine, check_target, note, write
 from moesim.cli.run import progress
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
-from moesim.result_file import read_result
+from moesim.report.result_file import read_result
 from moesim.simulate import load_case, simulate
 from moesim.whatif import DRAWS, whatif
+from moesim.whatif.upgrades import command as command_line
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -38,7 +38,7 @@ def run(
     files = [name for name in what if name.lower().endswith(".json")]
     if chosen and len(files) == len(what):
         raise InputError("--set", expected="a scenario to run", got="results alone", fix="results stay as they were written")
-    from moesim import report_page  # matplotlib takes longer to import than most runs take
+    from moesim.report import page as report_page  # matplotlib takes longer to import than most runs take
 
     entries = []
     for name in what:

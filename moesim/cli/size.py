@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from moesim import report_sizing
 from moesim.cli.options import Format, Output, say
 from moesim.cli.run import progress
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.prices import load_prices
+from moesim.report import sizing as report_sizing
 from moesim.sizing import size
-from moesim.sizing_needs import load_needs
+from moesim.sizing.needs import load_needs
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 PRINTERS = {

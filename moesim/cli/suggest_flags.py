@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from moesim import llama_suggest
 from moesim.cli.options import Assignments, ListFormat, ListOutput, Machine, ScenarioName, note, say
 from moesim.errors import InputError, did_you_mean
-from moesim.llama_options import FORK, MAINLINE, TOOLS
+from moesim.llama import suggest as llama_suggest
+from moesim.llama.options import FORK, MAINLINE, TOOLS
 from moesim.simulate import load_case
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)

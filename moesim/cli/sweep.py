@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from moesim import report_sweep
 from moesim.cli.options import Format, Output, check_target, note, say
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
+from moesim.report import sweep as report_sweep
 from moesim.sweep import Sweep, plan_sweep, sweep
-from moesim.sweep_run import cores, on_cluster, on_cores
-from moesim.sweep_search import SAMPLERS
-from moesim.sweep_space import MOST_POINTS, code_identity
-from moesim.sweep_store import Store
+from moesim.sweep.run import cores, on_cluster, on_cores
+from moesim.sweep.space import MOST_POINTS, code_identity
+from moesim.sweep.store import Store
+from moesim.sweep.trials import SAMPLERS
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 PRINTERS = {
@@ -116,7 +116,7 @@ def _plot(found: Sweep, path: Path) -> None:
     if not any(row.record for row in found.rows):
         note("nothing to plot: no point has figures")
         return
-    from moesim import plots_sweep  # matplotlib takes a while to import
+    from moesim.plots import sweep as plots_sweep  # matplotlib takes a while to import
 
     try:
         plots_sweep.plot_sweep(found, path)

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
-from moesim import report_trace, resources
+from moesim import resources
 from moesim.cli import trace_capture, trace_generate
 from moesim.cli.options import ListFormat, ListOutput, check_target, note, say, write
 from moesim.errors import InputError
 from moesim.profile import RoutingProfile, save_profile
+from moesim.report import trace as report_trace
 from moesim.trace import DECODE, PREFILL, RoutingTrace, load_trace, save_trace
 from moesim.trace_edit import counts_csv, merge_traces, parse_numbers, parse_span, phase_rows, route_trace_csv, to_profile
 from moesim.trace_files import FORMATS, import_trace, load_map, notes_of

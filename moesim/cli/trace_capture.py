@@ -10,8 +10,8 @@ import typer
 
 from moesim import resources
 from moesim.capture import capture, load_model
-from moesim.capture_files import prompts_of, read_prompts
-from moesim.capture_server import TIMEOUT_S, capture_server
+from moesim.capture.files import prompts_of, read_prompts
+from moesim.capture.server import TIMEOUT_S, capture_server
 from moesim.cli.options import ListFormat, ListOutput, check_target, note, say
 from moesim.errors import InputError
 from moesim.fetch import REGISTRY, fetch, find_public, is_cached
@@ -103,7 +103,7 @@ def plot_command(
         raise InputError("trace", expected="a trace", got="a source of counts, which has no rows", where=file)
     if min(found.n_rows, rows) * found.n_layers > SLOW_CELLS:
         note(f"replaying caches over {min(found.n_rows, rows):,} tokens of {found.n_layers} layers ...")
-    from moesim.plots_trace import plot_trace  # matplotlib is slow to import, and the other commands do without
+    from moesim.plots.trace import plot_trace  # matplotlib is slow to import, and the other commands do without
 
     try:
         plot_trace(found, out, rows)

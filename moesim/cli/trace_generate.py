@@ -12,10 +12,10 @@ import typer
 from moesim import resources
 from moesim.cli.options import ListFormat, ListOutput, check_target, note, say
 from moesim.errors import InputError
-from moesim.fit_like import CLASSES, RANK, fit
-from moesim.generate_like import generate
-from moesim.like_profiles import bundled_likes, find_like
-from moesim.routing_profile import LikeProfile, save_like
+from moesim.generate.bundled import bundled_likes, find_like
+from moesim.generate.fit import CLASSES, RANK, fit
+from moesim.generate.like import generate
+from moesim.generate.routing_profile import LikeProfile, save_like
 from moesim.text_table import columns
 from moesim.trace import RoutingTrace, load_trace, save_trace
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesim import report_validate
 from moesim.cli.options import check_target, note, say, write
 from moesim.cli.progress import Tick, progress
 from moesim.errors import EXIT_OUT_OF_TOLERANCE, InputError
 from moesim.perfetto import export_pair
+from moesim.report import validate as report_validate
 from moesim.resources import find
-from moesim.validate_suite import entries
+from moesim.validate.suite import entries
 
 if TYPE_CHECKING:
-    from moesim.validate import Validation
+    from moesim.validate.validation import Validation
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -66,8 +66,8 @@ def command(
         check_target(record, "--record", ".md")
     measured = None if profile is None else find("hardware_profiles", str(profile), where="--profile")
     try:
-        from moesim.real_case import Stores
-        from moesim.validate import validate
+        from moesim.validate.case import Stores
+        from moesim.validate.validation import validate
     except ModuleNotFoundError as error:
         raise InputError("validate", expected=f"the package {error.name}", got="none", fix="pip install 'moesim[validate]'") from None
     with tempfile.TemporaryDirectory(prefix="moesim-") as scratch, Stores(stores) as kept:
@@ -98,7 +98,7 @@ def command(
 
 def _calibrated(scratch: Path, folder: Path, tick: Tick) -> Path:
     """Measure this machine; return the profile's file."""
-    from moesim.calibrate import NOISY, calibrate
+    from moesim.calibrate.calibration import NOISY, calibrate
 
     found = calibrate(folder, tick)
     if found.spread > NOISY:
@@ -115,7 +115,7 @@ def _name(suite: str, quick: bool) -> str:
 
 def _pictures(found: Validation) -> dict[str, bytes]:
     """PNG by name: the suite, then each case that ran."""
-    from moesim import plots_validate  # matplotlib takes a while to import
+    from moesim.plots import validate as plots_validate  # matplotlib takes a while to import
 
     rows = found.data["scenarios"]
     out = {"suite": plots_validate.suite_picture(rows)}

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from moesim import report_whatif
 from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, check_target, note, say
 from moesim.cli.run import progress
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
+from moesim.report import whatif as report_whatif
 from moesim.simulate import load_case
 from moesim.whatif import DRAWS, POINTS, WhatIf, whatif
 
@@ -58,7 +58,7 @@ def _plot(answer: WhatIf, path: Path) -> None:
     if not answer.effects:
         note("nothing to plot: memory ran out before the first step")
         return
-    from moesim import plots_whatif  # matplotlib takes a while to import
+    from moesim.plots import whatif as plots_whatif  # matplotlib takes a while to import
 
     try:
         plots_whatif.plot_whatif(answer, path)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesim.arena import Arena, as_array
 from moesim.engines.real_inputs import Inputs, Pass
 from moesim.engines.real_layers import Network, combine
 from moesim.engines.real_slots import Key, Move, Place, TierSlots, at_start, tier_slots, traffic
@@ -25,9 +24,10 @@ from moesim.engines.real_tasks import AT_START, NOBODY, ExpertTask, LoadTask, Sl
 from moesim.engines.real_weights import Matrix, Weights, load_weights
 from moesim.engines.real_workers import LaneProgram, Operation
 from moesim.errors import InputError, MoesimError
-from moesim.expert_readers import Reader
 from moesim.expert_store import ExpertStore
-from moesim.links import CopyLink
+from moesim.expert_store.readers import Reader
+from moesim.host.arena import Arena, as_array
+from moesim.host.links import CopyLink
 from moesim.schedule import Fragment, Kind, Schedule
 from moesim.simulate import Case
 

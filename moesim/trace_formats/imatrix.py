@@ -12,7 +12,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim.gguf_header import MAGIC, GgufTensor, read_header
+from moesim.model_files.gguf_header import MAGIC, GgufTensor, read_header
 from moesim.profile import MAX_EXPERTS, RoutingProfile
 from moesim.trace_formats.counts import counts_to_profile
 from moesim.trace_formats.source import Options, Source

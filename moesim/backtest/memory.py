@@ -1,0 +1,188 @@
+"""Owns the comparison of predicted with reported memory: weights, K/V cache and compute buffers per device, from the ledger of a layout.
+
+Compute buffers of the llama.cpp family, in bytes, per device (the largest of what is live at once decides; DESIGN.md section 5):
+
+    with the head:         micro-batch x (vocabulary + 2 hidden) x 4
+    without it:            micro-batch x (8 x context + 40 x hidden)
+    copying experts:       one matrix of all experts of a layer on top of the second
+    scores written out:    heads x context x micro-batch x 4 on top
+    latent heads expanded: 2 x heads x (key + value width) x context x 2 on top of the first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesim.architecture import FullAttention, MlaAttention
+from moesim.backtest.data import FieldRuns, Row
+from moesim.backtest.run import FieldCases, Lacking, Split, run_facts, split_of
+from moesim.errors import InputError
+from moesim.layout import Layout
+from moesim.runtimes import RunFacts, Runtime, runtime_of
+from moesim.scenario import Scenario
+
+MIB = 2**20
+GB = 1e9
+DRIVER_BYTES = int(0.65 * GB)  # context of the driver and what else draws on the card, in figures of the whole device
+MAIN = "ram"
+METRICS = ("gpu_weights_mib", "gpu_kv_mib", "gpu_compute_mib", "gpu_buffers_sum_mib", "host_weights_mib", "kv_total_mib", "vram_stated_gb")
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """One reported memory figure and the predicted one, in the figure's own unit; None with a reason where it cannot be predicted."""
+
+    row: Row
+    predicted: float | None
+    reason: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Relative error; None where nothing was predicted, or where nothing was measured and nothing predicted."""
+        measured = self.row.value
+        if self.predicted is None or measured == 0:
+            return None
+        return self.predicted / measured - 1
+
+
+def predict_memory(data: FieldRuns) -> list[MemoryPrediction]:
+    """Predict every row of memory.csv."""
+    builder = FieldCases(data)
+    out = []
+    for row in data.memory:
+        try:
+            out.append(MemoryPrediction(row, _predict(builder, row)))
+        except Lacking as lacking:
+            out.append(MemoryPrediction(row, None, str(lacking)))
+    return out
+
+
+def _predict(builder: FieldCases, row: Row) -> float:
+    metric = row.text("metric")
+    if metric not in METRICS:
+        raise Lacking("a figure of a whole process or device, which holds more than this run")
+    machine, profile = builder.machine(row.text("machine"))
+    model = builder.model(row.text("model"), None)
+    runtime = _runtime(row.text("engine"))
+    run = run_facts(row, machine, model, runtime)
+    split = split_of(row, row.text("offload_kind"), model, bool(machine.gpu_bytes_per_s))
+    if split.on_cpu and metric in ("gpu_compute_mib", "gpu_buffers_sum_mib"):
+        raise Lacking("buffers on a GPU that the run computes nothing on")
+    context = row.whole("ctx_size")
+    if context is None and metric not in ("gpu_weights_mib", "host_weights_mib"):
+        raise Lacking("size of the context not stated")
+    if MAIN not in profile.tiers:
+        raise Lacking("unified memory holds everything in one place")
+    plan = builder.plan(model, row, runtime)
+    try:
+        layout = Layout(_scenario(row, split, model.moe_layers, context or 512, runtime, run), model, plan, profile)
+    except InputError as error:
+        raise Lacking(f"{error.what}: {error.got}") from None
+    lines: dict[tuple[str, str], int] = {}
+    for line in layout.ledger.lines:
+        lines[line.tier, line.pool] = lines.get((line.tier, line.pool), 0) + line.bytes
+    values = _values(layout, lines, split, run, runtime, row, context or 0, machine.gpus)
+    return values[metric]
+
+
+def _values(layout: Layout, lines: Mapping[tuple[str, str], int], split: Split, run: RunFacts, runtime: Runtime, row: Row, context: int,
+            gpus: int) -> dict[str, float]:  # fmt: skip
+    """All figures of a run, in MiB (``vram_stated_gb``: GB)."""
+    weights = lines.get(("vram", "weights"), 0) + lines.get(("vram", "experts"), 0)
+    # of a mapped file every page is counted, also what was copied to the GPU, once the CPU computes on a part of it
+    mapped = runtime.choose("pinned", run) == "no" and split.cpu_layers > 0
+    host = (
+        layout.model.weight_bytes(layout.plan)
+        if mapped or split.on_cpu
+        else lines.get((MAIN, "weights"), 0) + lines.get((MAIN, "experts"), 0)
+    )
+    latent = _transposed(layout, run, runtime, context)
+    kv = {tier: lines.get((tier, "kv"), 0) + latent * (tier == ("ram" if split.on_cpu else "vram")) for tier in ("vram", MAIN)}
+    compute = 0 if split.on_cpu else sum(_compute(layout, split, run, runtime, row, context, gpus))
+    sums = weights + kv["vram"] + compute
+    return {
+        "gpu_weights_mib": weights / MIB,
+        "host_weights_mib": host / MIB,
+        "gpu_kv_mib": kv["vram"] / MIB,
+        "kv_total_mib": (kv["vram"] + kv[MAIN]) / MIB,
+        "gpu_compute_mib": compute / MIB,
+        "gpu_buffers_sum_mib": sums / MIB,
+        "vram_stated_gb": (sums + DRIVER_BYTES) / GB,
+    }
+
+
+def _transposed(layout: Layout, run: RunFacts, runtime: Runtime, context: int) -> int:
+    """Bytes of the second copy of latent values that attention without a fused kernel reads."""
+    if not run.latent or runtime.choose("gpu_attention", run) != "unfused" or runtime.choose("latent_cache", run) != "compressed":
+        return 0
+    a = layout.model.attention
+    v = layout.plan.format("kv", 0, "v")
+    return context * v.bytes_for(1, a.kv_lora_rank) * layout.model.n_layers if isinstance(a, MlaAttention) else 0
+
+
+def _compute(layout: Layout, split: Split, run: RunFacts, runtime: Runtime, row: Row, context: int, gpus: int) -> Iterator[int]:
+    copies = bool(split.cpu_layers) and runtime.name == "llama.cpp"
+    tokens = row.whole("n_ubatch") or runtime.micro_batch
+    yield from compute_buffers(layout, runtime, run, tokens, context, gpus=max(gpus, 1), copies=copies)
+
+
+def compute_buffers(
+    layout: Layout, runtime: Runtime, run: RunFacts, tokens: int, context: int, *, gpus: int = 1, copies: bool = False
+) -> Iterator[int]:
+    """Yield the bytes of each GPU's compute buffer; the last one holds the head.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of the model and its precision.
+    runtime : Runtime
+    run : RunFacts
+    tokens, context : int
+        Micro-batch, and tokens of the cache.
+    gpus : int
+    copies : bool
+        Whether a prompt's experts in main memory are copied to the GPU.
+    """
+    model = layout.model
+    a = model.attention
+    head = tokens * (model.vocab_size + 2 * model.hidden_size) * 4
+    body = tokens * (8 * context + 40 * model.hidden_size)
+    if copies:
+        body += max(model.expert_matrix_bytes(layout.plan, model.moe_layers[-1]).values()) * model.n_experts
+    if runtime.choose("gpu_attention", run) == "unfused" and isinstance(a, (FullAttention, MlaAttention)):
+        body += a.n_heads * context * tokens * 4
+    if isinstance(a, MlaAttention) and runtime.choose("latent_prompt", run) == "expanded":
+        head += 2 * a.n_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim) * context * 2
+    yield from [body] * (gpus - 1)
+    yield max(head, body if gpus == 1 else 0)
+
+
+def _runtime(engine: str) -> Runtime:
+    """The runtime of an engine by its reported name, which may carry a version or a remark."""
+    for name in ("ik_llama.cpp", "ktransformers", "vllm", "mlx", "llama.cpp", "llamacpp", "ollama"):
+        if engine.lower().startswith(name):
+            return runtime_of(name)
+    raise Lacking(f"how {engine} allocates is not known")
+
+
+def _scenario(row: Row, split: Split, moe: tuple[int, ...], context: int, runtime: Runtime, run: RunFacts) -> Scenario:
+    device = "cpu" if split.on_cpu else "gpu"
+    layers: list[dict[str, Any]] = []
+    if not split.on_cpu:
+        on_cpu = moe[: round(split.cpu_layers)]
+        if split.whole_layers:
+            layers += [{"layers": f"0-{split.whole_layers - 1}", "part": "attention", "device": "cpu"}]
+        if on_cpu:
+            layers += [{"layers": list(on_cpu), "part": "routed_experts", "device": "cpu"}]
+        shared = row.whole("shared_expert_layers_on_cpu")
+        if shared:
+            layers += [{"layers": list(moe[:shared]), "part": "shared_expert", "device": "cpu"}]
+    tokens = row.whole("n_ubatch") or runtime.micro_batch
+    return Scenario.model_validate({
+        "name": row.row_id, "model": row.text("model"), "hardware": row.text("machine"), "trace": {"generate": "uniform"}, "granularity": "layer",
+        "workload": {"prompt_tokens": tokens, "output_tokens": 1, "prefill_chunk": tokens},
+        "memory": {"context_tokens": context, "mla_compressed": runtime.choose("latent_cache", run) == "compressed"},
+        "placement": {"attention": device, "experts": device, "layers": layers, "embeddings": MAIN},
+    })  # fmt: skip

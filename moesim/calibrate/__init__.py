@@ -1,0 +1,1 @@
+"""A machine measured, or read from benchmark results, as a hardware profile."""

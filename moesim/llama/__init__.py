@@ -1,0 +1,1 @@
+"""llama.cpp command lines as scenarios and back, and its benchmark results."""

@@ -1,0 +1,346 @@
+"""Owns judging one machine for one model of a sizing: the switches searched, what it reaches, and the bounds that spare most simulations.
+
+Each figure is a run of the bundled scenario ``sizing`` with settings; ``commands`` are what runs it again. Decoding is simulated with the cache
+at the full context; the first token of a prompt as one chunk in the middle of it, times the number of chunks (attention grows linearly
+with the context, so the middle chunk is the mean one). Experts that lie outside a card are fetched for prefill, as runtimes do for large
+batches. The closed-form bound: no token is faster than reading its weights once from the machine's fastest memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moesim import config, resources
+from moesim.config import Document
+from moesim.errors import InputError
+from moesim.generate.bundled import find_like
+from moesim.hardware import HardwareProfile, kind
+from moesim.hardware.compose import compose
+from moesim.layout import Layout
+from moesim.model import ModelSpec
+from moesim.model_files import load_model
+from moesim.precision import FORMATS, PrecisionPlan, plan_from
+from moesim.scenario import Scenario
+from moesim.simulate import Case, Result, Routing, simulate
+from moesim.sizing.needs import Needs
+from moesim.sweep.paths import put
+from moesim.whatif import DRAWS
+from moesim.whatif.replay import Replay, speed_of
+from moesim.whatif.uncertainty import effects, interval
+from moesim.whatif.upgrades import command, yaml_of
+
+SCENARIO = "sizing"
+FEW_USERS, OUTPUT, OUTPUT_OF_MANY = 8, 12, 4  # tokens decoded per run, and from so many users on: each layer so many times
+CHUNK = 1024  # tokens of a prefill chunk
+NO_ROOM = 1e-3  # what a machine reaches at most that does not hold the plan: less than any that runs
+BATCHES = (8, 32)  # sequences at a time that are tried for a batch of requests
+PLANS = ("bf16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")  # formats of the experts that are tried, the most precise first
+OTHERS = {"bf16": "bf16", "mxfp4": "bf16"}  # format of all but the experts beside these; Q8_0 beside the others
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one machine reaches with one model.
+
+    ``reached`` is the worst of got / needed over all that is asked: at 1 or more the needs are met. ``speed`` is tokens/s of one user;
+    ``requests_per_h`` of a batch. ``problem`` says why there is no figure.
+    """
+
+    machine: str
+    model: str
+    experts: str = ""
+    switches: str = ""
+    settings: Settings = field(default_factory=dict)
+    users: int = 1
+    prompt: int = 1
+    speed: float = math.nan
+    ttft_s: float = math.nan
+    requests_per_h: float = math.nan
+    reached: float = 0.0
+    left_bytes: dict[str, int] = field(default_factory=dict)
+    most_context: int = 0
+    watts: float | None = None
+    lane: str = ""
+    lanes: dict[str, float] = field(default_factory=dict)
+    problem: str = ""
+
+    def command(self, what: str = "decode") -> str:
+        """Return the command behind the speed, the first token (``ttft``) or the interval (``interval``)."""
+        settings = self.settings if what != "ttft" else prefill_settings(self.settings, self.prompt)
+        texts = [f"{path}={yaml_of(value)}" for path, value in settings.items()]
+        return command(SCENARIO, texts, "whatif --quick" if what == "interval" else "run")
+
+
+class Judge:
+    """Judges machines for the needs; routing is drawn once per model and load."""
+
+    def __init__(self, needs: Needs, folder: Path) -> None:
+        self.needs, self.folder = needs, folder
+        path = resources.find("scenarios", SCENARIO)
+        self._document, self._base = config.read_yaml(path), path.parent
+        self._routings: dict[str, Routing] = {}
+        self._machines: dict[str, HardwareProfile] = {}
+        self._likes: dict[str, str] = {}
+        self._done: dict[str, tuple[Case, Result]] = {}
+        self._models = {name: load_model(name, folder) for name in needs.models}
+        self.n_runs = 0
+
+    def model(self, name: str) -> ModelSpec:
+        return self._models[name]
+
+    def machine(self, text: str) -> HardwareProfile:
+        if text not in self._machines:
+            self._machines[text] = compose(text)
+        return self._machines[text]
+
+    def formats(self) -> list[str]:
+        """Return the formats of experts that the quality floor allows, the most precise first."""
+        quality = self.needs.quality
+        if quality.formats:
+            return sorted(quality.formats, key=lambda name: -FORMATS[name].bits_per_weight)
+        out = [name for name in PLANS if FORMATS[name].bits_per_weight >= (quality.floor_bits or 0.0)]
+        if not out:
+            most = max(FORMATS[name].bits_per_weight for name in PLANS)
+            raise InputError("quality.floor_bits", expected=f"at most {most:g}", got=f"{quality.floor_bits:g}")
+        return out
+
+    def weight_bytes(self, experts: str) -> int:
+        """Return the bytes of the largest model under a format of the experts."""
+        return max(model.weight_bytes(plan_of(experts)) for model in self._models.values())
+
+    # ---- bounds
+
+    def bound(self, machine: str, model: str, experts: str) -> float:
+        """Return tokens/s of one user that no arrangement can pass on this machine; 0 where the weights have no place at all."""
+        hw, spec, plan = self.machine(machine), self.model(model), plan_of(experts)
+        room = sum(tier.usable_bytes for name, tier in hw.tiers.items() if kind(name) != "ssd")
+        drive = sum(tier.usable_bytes for name, tier in hw.tiers.items() if kind(name) == "ssd")
+        weights = spec.weight_bytes(plan)
+        if weights > max(room, drive):
+            return 0.0
+        return max(hw.stream_cap(name) for name in hw.devices) / active_bytes(spec, plan)
+
+    # ---- settings
+
+    def settings(self, machine: str, model: str, experts: str, users: int, context: int) -> Settings:
+        """Return what every run of a machine and model sets, switches aside."""
+        spec = self.model(model)
+        workspace = CHUNK * (spec.vocab_size + 2 * spec.hidden_size) * 4 if spec.vocab_size else 0
+        tokens = output_tokens(users)
+        out: Settings = {
+            "model": model,
+            "hardware": machine,
+            "precision": {"default": OTHERS.get(experts, "Q8_0"), "routed_experts": experts, "kv": "fp16"},
+            "workload": {"prompt_tokens": 0, "output_tokens": tokens, "batch": users, "cached_tokens": max(context - tokens, 0)},
+            "memory": {"runtime": "0.8 GB", "context_tokens": context, "workspace": f"{workspace} B"},
+        }
+        if model not in self._likes:
+            self._likes[model] = _like(spec, model)
+        if profile := self._likes[model]:
+            out["trace"] = {"generate": "like", "profile": profile, "train_fraction": 0.5}
+        return out
+
+    def arrangements(self, machine: str, settings: Settings) -> list[tuple[str, Settings]]:
+        """Return the sets of switches that are searched on a machine: placement, cache policy, prefetch."""
+        hw = self.machine(machine)
+        cards = [name for name in hw.devices if kind(name) == "gpu" and kind(hw.devices[name].tier) == "vram"]
+        if not cards:
+            main = next(t for t in hw.tiers if kind(t) in ("ram", "unified"))
+            static = {f"placement.pools.{main}": {"hold": "fit", "policy": "static"}}
+            if self._layout(settings | static, all_held=True):
+                return [("all in memory", static)]
+            lru = {f"placement.pools.{main}": {"hold": "fit", "policy": "lru", "warm": True}}
+            ahead = {"prefetch": {"predictor": "cooccurrence", "distance": 1}}
+            return [("hottest experts static", static), ("LRU cache", lru), ("LRU cache, prefetch", lru | ahead)]
+        split: Settings = {}
+        if len(cards) > 1:
+            n = self.model(settings["model"]).n_layers
+            cuts = [round(i * n / len(cards)) for i in range(len(cards) + 1)]
+            split["placement.layers"] = [
+                {"layers": f"{a}-{b - 1}", "part": part, "device": card}
+                for card, a, b in zip(cards[1:], cuts[1:], cuts[2:], strict=False)
+                for part in ("attention", "routed_experts")
+            ]
+        static = split | {"placement.pools.vram": {"hold": "fit", "policy": "static"}}
+        if self._layout(settings | static, all_held=True):
+            return [("all in VRAM" if len(cards) == 1 else f"all in VRAM, layers over {len(cards)} cards", static)]
+        below: Settings = {"placement.pools.ram": {"hold": "fit", "policy": "static"}}
+        out: list[tuple[str, Settings]] = [
+            ("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"})
+        ]
+        if len(cards) == 1:
+            lru = {
+                "placement.pools.vram": {"hold": "fit", "policy": "lru", "warm": True},
+                "prefetch": {"predictor": "cooccurrence", "distance": 1},
+            }
+            out.append(("LRU cache in VRAM over RAM, prefetch", lru | below))
+        return out
+
+    def _layout(self, settings: Settings, all_held: bool) -> bool:
+        """Whether a plan fits; with ``all_held`` also whether the nearest memory holds every expert."""
+        try:
+            layout = self.case(settings).layout
+        except InputError:
+            return False
+        near = {layout.tier_of(device) for device in layout.expert_device}
+        held = all(min(pool.counts) >= layout.model.n_experts for tier, pool in layout.pools.items() if tier in near)
+        return layout.ledger.fits and (held or not all_held)
+
+    def case(self, settings: Settings) -> Case:
+        """Return the case that ``moesim run sizing --set ...`` loads, without loading anything twice."""
+        data = self._document.data
+        for path, value in settings.items():
+            data = put(data, path, value)
+        document = Document(data, self._document.source, self._document.lines)
+        scenario = config.build(Scenario, document)
+        spec, plan, hw = self.model(scenario.model), plan_of(scenario.precision), self.machine(scenario.hardware)
+        out = Case(scenario, spec, plan, hw, Layout(scenario, spec, plan, hw), document, self._base)
+        key = yaml_of([scenario.model, scenario.trace.model_dump(), scenario.workload.batch, scenario.workload.prompt_tokens])
+        if key in self._routings:
+            out.__dict__["routing"] = self._routings[key]
+        return out
+
+    def run(self, settings: Settings) -> tuple[Case, Result]:
+        """Simulate settings, once."""
+        key = yaml_of(settings)
+        if key not in self._done:
+            case = self.case(settings)
+            result = simulate(case, keep=False)
+            self.n_runs += 1
+            scenario = case.scenario
+            about = [scenario.model, scenario.trace.model_dump(), scenario.workload.batch, scenario.workload.prompt_tokens]
+            self._routings[yaml_of(about)] = case.routing
+            self._done[key] = case, result
+        return self._done[key]
+
+    # ---- verdicts
+
+    def verdict(self, machine: str, model: str) -> Verdict:
+        """Return the fastest arrangement of a machine in the least precise format that is allowed."""
+        return self._fastest(machine, model, self.formats()[-1])
+
+    def refined(self, verdict: Verdict) -> Verdict:
+        """Return the most precise arrangement that still meets the needs, found from the least precise upwards."""
+        for experts in reversed(self.formats()[:-1]):
+            found = self._fastest(verdict.machine, verdict.model, experts, (verdict.users,))
+            if found.reached < 1:
+                break
+            verdict = found
+        return verdict
+
+    def _fastest(self, machine: str, model: str, experts: str, loads: tuple[int, ...] = ()) -> Verdict:
+        needs, found = self.needs, []
+        for users in loads or (BATCHES if needs.batch else (needs.users,)):
+            settings = self.settings(machine, model, experts, users, needs.context)
+            try:
+                found += [self.judged(settings | extra, label) for label, extra in self.arrangements(machine, settings)]
+            except InputError as error:
+                found.append(Verdict(machine, model, experts, users=users, problem=str(error)))
+        return max(found, key=lambda v: v.reached)
+
+    def judged(self, settings: Settings, label: str, whole: bool = False) -> Verdict:
+        """Return what one arrangement reaches; the first token is left out (nan) where decoding alone misses the level, but for ``whole``."""
+        needs, machine, model = self.needs, settings["hardware"], settings["model"]
+        users, experts = settings["workload"]["batch"], settings["precision"]["routed_experts"]
+        plain = Verdict(machine, model, experts, label, settings, users, needs.prompt)
+        try:
+            case, result = self.run(settings)
+            if result.oom or result.meter is None:
+                return _no_room(plain, result)
+            speed, ttft = speed_of(result), math.nan
+            reached = math.inf if needs.level is None else speed / needs.level.decode_tok_s
+            if whole or reached >= 1:
+                first = self.run(prefill_settings(settings, needs.prompt))[1]
+                if first.oom or first.meter is None:
+                    return _no_room(plain, first)
+                ttft = float(first.as_dict()["metrics"]["ttft_ms"]["mean"]) / 1e3 * needs.prompt / min(CHUNK, needs.prompt)
+        except InputError as error:
+            return replace(plain, problem=f"{error.what}: {error.got}")
+        per_h = math.nan
+        if needs.batch is not None:
+            per_h = 3600 / (ttft + needs.batch.output_tokens / (users * speed))
+            reached = per_h / (needs.batch.requests / needs.batch.within * 3600)
+        elif needs.level is not None and needs.level.ttft and math.isfinite(ttft):
+            reached = min(reached, needs.level.ttft / ttft)
+        data, layout = result.as_dict(), case.layout
+        lanes = {name: it["utilisation"] for name, it in data["lanes"].items()}
+        left = {tier: layout.ledger.left_bytes(tier) for tier in layout.capacities}
+        return replace(
+            plain, speed=speed, ttft_s=ttft, requests_per_h=per_h, reached=reached, left_bytes=left, most_context=layout.max_context_tokens,
+            watts=watts(case.hardware, lanes), lane=data["critical_path"][0]["lane"], lanes=lanes,
+        )  # fmt: skip
+
+    def completed(self, verdict: Verdict) -> Verdict:
+        """Return a verdict with its first token."""
+        missing = math.isfinite(verdict.speed) and math.isnan(verdict.ttft_s)
+        return self.judged(verdict.settings, verdict.switches, whole=True) if missing else verdict
+
+    def spread(self, verdict: Verdict) -> tuple[float, float]:
+        """Return the 80 % interval of a verdict's decode speed, as ``moesim whatif --quick`` gives it."""
+        replay = Replay(self.case(verdict.settings))
+        found = interval(replay, effects(replay, sizes=False), DRAWS, replay.case.scenario.seed)
+        return found.low, found.high
+
+
+def _no_room(verdict: Verdict, result: Result) -> Verdict:
+    """A verdict of a run that does not fit; of two the one that lacks less reaches more."""
+    oom = result.oom or {"needed_bytes": 1, "usable_bytes": 0, "tier": "memory"}
+    over = oom["needed_bytes"] - oom["usable_bytes"]
+    problem = f"{over / 1e9:.3g} GB too many in {oom['tier']}"
+    return replace(verdict, problem=problem, reached=NO_ROOM * oom["usable_bytes"] / oom["needed_bytes"])
+
+
+def output_tokens(users: int) -> int:
+    """Return how many tokens a run decodes for so many users."""
+    return OUTPUT if users < FEW_USERS else OUTPUT_OF_MANY
+
+
+def plan_of(experts: str | dict[str, Any]) -> PrecisionPlan:
+    """Return the precision plan of a format of the experts, or of a stated precision."""
+    if isinstance(experts, str):
+        experts = {"default": OTHERS.get(experts, "Q8_0"), "routed_experts": experts, "kv": "fp16"}
+    return plan_from(experts)
+
+
+def prefill_settings(settings: Settings, prompt: int) -> Settings:
+    """Return the settings of the run that gives the first token: one chunk in the middle of the prompt, of one user."""
+    chunk = min(CHUNK, prompt)
+    out = {path: value for path, value in settings.items() if path not in ("placement.site", "prefetch")}
+    load = {"prompt_tokens": chunk, "output_tokens": 1, "batch": 1, "prefill_chunk": CHUNK, "cached_tokens": (prompt - chunk) // 2}
+    return out | {"workload": load}
+
+
+def active_bytes(spec: ModelSpec, plan: PrecisionPlan) -> float:
+    """Bytes of weights that one token reads: all that is not routed or looked up, and top_k experts of each layer."""
+    routed = spec.part_bytes(plan, "routed_experts")
+    always = sum(spec.part_bytes(plan, part) for part in ("attention", "router", "norms", "dense_ffn", "shared_expert"))
+    return always + spec.head_bytes(plan) + routed * spec.top_k / max(spec.n_experts, 1)
+
+
+def watts(hardware: HardwareProfile, lanes: dict[str, float]) -> float | None:
+    """Return the machine's draw: base, and of each device its idle draw plus its busy share of the rest; None where one is not stated."""
+    if hardware.base_power is None:
+        return None
+    total = hardware.base_power.value
+    for name, device in hardware.devices.items():
+        if device.idle_power is None or device.active_power is None:
+            if lanes.get(name, 0.0) > 0:
+                return None
+            continue
+        idle = device.idle_power.value
+        total += idle + lanes.get(name, 0.0) * (device.active_power.value - idle)
+    return float(total)
+
+
+def _like(spec: ModelSpec, name: str) -> str:
+    """The bundled routing profile of a model, or "" where there is none of its shape."""
+    try:
+        profile = find_like(name)
+    except InputError:
+        return ""
+    fits = (profile.n_layers, profile.n_experts, profile.top_k) == (len(spec.moe_layers), spec.n_experts, spec.top_k)
+    return name if fits else ""

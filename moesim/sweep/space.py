@@ -1,0 +1,365 @@
+"""Owns the points of a sweep: which there are, what scenario each one is, and the key that it is stored under.
+
+The key is a hash of the resolved scenario, of every file that it names, and of this program's own code and data, so that a record
+is found again only where computing it again would give the same. Points with the same ``plan_key`` differ in nothing but figures
+that price tasks (``priced_apart``), so one schedule serves them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from moesim import config, resources
+from moesim.config import Document
+from moesim.errors import InputError, did_you_mean
+from moesim.hardware import HardwareProfile
+from moesim.precision import plan_from
+from moesim.scenario import Scenario
+from moesim.simulate import machine_of
+from moesim.sweep.paths import SCALE, put
+from moesim.sweep.spec import Axis, Option, SweepSpec, axes_of
+
+MOST_REMEMBERED = 4096  # machines, and what was made of them
+MOST_POINTS = 100_000  # computed without being asked for more: a night of small runs
+HEAD_BYTES = 16 * 2**20  # of a large file that goes into its identity, beside its size
+_made: dict[Any, Any] = {}
+Placed = tuple[str, Any, str]  # dotted path, value, file:line
+# What only prices tasks, by part of the profile. Everything else may change what is planned: a new figure counts as such.
+_PRICES: dict[str, frozenset[str]] = {
+    "channels": frozenset({"bandwidth", "facts"}),
+    "devices": frozenset(
+        {
+            "chip", "compute_efficiency", "memory_efficiency", "bandwidth", "launch", "kernels_per_task", "batch_bucket", "cores",
+            "dequant_bytes_per_s", "cpu_bandwidth_threads", "kernels", "idle_power", "active_power",
+        }
+    ),
+    "links": frozenset({"latency", "pinned_efficiency", "pageable_efficiency", "curve"}),
+    "storage": frozenset({"latency", "task_overhead", "curve", "engines"}),
+}  # fmt: skip
+_NOT_PLANNED = frozenset({"name", "description", "price", "battery", "base_power", "derate", "interference"})
+_ABOUT_THE_MACHINE = {"name", "description", "hardware", "hardware_set", "derate", "timing"}  # of a scenario, beside the profile itself
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point: its number in the order of the axes, and the option of each axis (-1 where the axis does not apply)."""
+
+    index: int
+    choice: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A point as a scenario: its key, what it shares a schedule with, the files it names; or why there is no such scenario."""
+
+    key: str
+    plan_key: str
+    files: tuple[tuple[str, str], ...]  # name, identity
+    error: str = ""
+
+
+class Space:
+    """All points of a sweep.
+
+    Parameters
+    ----------
+    spec : SweepSpec
+    document : Document
+        Where the values of the spec stood.
+    folder : Path
+        What relative names refer to.
+
+    Raises
+    ------
+    InputError
+        At the line of the sweep file, if an axis, a condition or the base is wrong.
+    """
+
+    def __init__(self, spec: SweepSpec, document: Document, folder: Path) -> None:
+        self.spec, self.document = spec, document
+        self.axes: tuple[Axis, ...] = axes_of(spec, document)
+        path = resources.find("scenarios", spec.base, base=folder, where=document.where(("base",)))
+        fixed = tuple((p, v, document.where(("set", p))) for p, v in spec.settings.items())
+        self.base, self.folder = assemble(_named(config.read_yaml(path), path), fixed, path.parent), path.parent
+
+    @property
+    def most_points(self) -> int:
+        """The product of all axes; conditions can only make it less."""
+        return math.prod(len(axis.options) for axis in self.axes)
+
+    def points(self, limit: int | None = None) -> Iterator[Point]:
+        """Yield every point, the last axis fastest; an axis whose condition does not hold takes no part.
+
+        Raises
+        ------
+        InputError
+            If there are more than ``limit``.
+        """
+        for index, choice in enumerate(self._choices(())):
+            if limit is not None and index >= limit:
+                raise InputError(
+                    "axes", expected=f"at most {limit:,} points", got=f"up to {self.most_points:,}", where=self.document.where(("axes",)),
+                    fix="use --search tpe --trials N, name fewer values, or raise --limit-points",
+                )  # fmt: skip
+            yield Point(index, choice)
+
+    def _choices(self, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == len(self.axes):
+            yield chosen
+        elif self.applies(chosen):
+            for i in range(len(self.axes[len(chosen)].options)):
+                yield from self._choices((*chosen, i))
+        else:
+            yield from self._choices((*chosen, -1))
+
+    def applies(self, chosen: tuple[int, ...]) -> bool:
+        """Whether the axis after those chosen takes part."""
+        labels = {a.name: a.options[i].label for a, i in zip(self.axes, chosen, strict=False) if i >= 0}
+        return all(labels.get(name) in wanted for name, wanted in self.axes[len(chosen)].when)
+
+    def values(self, point: Point) -> dict[str, Any]:
+        """Return the value of every axis that applies, as the file states it."""
+        return {axis.name: axis.options[i].value for axis, i in zip(self.axes, point.choice, strict=True) if i >= 0}
+
+    def settings(self, point: Point) -> tuple[Placed, ...]:
+        """Return what a point sets over the base."""
+        options: list[Option] = [axis.options[i] for axis, i in zip(self.axes, point.choice, strict=True) if i >= 0]
+        return tuple((path, value, option.where) for option in options for path, value in option.settings)
+
+    def resolve(self, point: Point) -> Resolved:
+        """Return the keys of a point."""
+        return resolve(self.base, self.settings(point), self.folder)
+
+    def check(self, limit: int | None = None) -> None:
+        """Refuse what can be known to be wrong before anything runs: every option is tried once, with the first point that has it.
+
+        Raises
+        ------
+        InputError
+            At the line of the option.
+        """
+        left = {(a, i) for a, axis in enumerate(self.axes) for i in range(len(axis.options))}
+        for n, point in enumerate(self.points(limit)):
+            fresh = left & set(enumerate(point.choice))
+            if fresh:
+                left -= fresh
+                self._check_point(point, [self.axes[a].options[i] for a, i in sorted(fresh)])
+            if not left or n >= MOST_POINTS:
+                return
+        for a, _ in sorted(left):
+            axis = self.axes[a]
+            raise InputError(f"axes.{axis.name}.when", expected="a condition that some point meets", got="none", where=axis.where)
+
+    def _check_point(self, point: Point, fresh: list[Option]) -> None:
+        """Refuse a point whose fresh options are wrong in themselves; what is wrong with their combination is the point's own failure."""
+        try:
+            document = assemble(self.base, self.settings(point), self.folder)
+            scenario = config.build(Scenario, document)
+            machine(document, self.folder)
+            _check_precision(scenario)
+        except InputError as error:
+            for option in fresh:
+                for path, _ in option.settings:
+                    if _concerns(error, path, option.where):
+                        where = option.where
+                        raise InputError(error.what, expected=error.expected, got=error.got, fix=error.fix, where=where) from None
+            if not point.index:  # is it the base itself?
+                config.build(Scenario, self.base)
+                machine(self.base, self.folder)
+
+
+def _check_precision(scenario: Scenario) -> None:
+    if scenario.precision != "file":
+        try:
+            plan_from(scenario.precision)
+        except InputError as error:
+            raise error.under("precision") from None
+
+
+def _concerns(error: InputError, path: str, where: str) -> bool:
+    """Whether an error is about what a path sets: the path, what lies below it, or what it lies below and states whole."""
+    if error.where == where:
+        return True
+    names = {path, path.removeprefix("hardware_set.")}
+    return any(
+        f"{error.what}.".startswith(f"{name}.") or error.what == name.rpartition(".")[0] and name.endswith(".value") for name in names
+    )
+
+
+def assemble(base: Document, settings: tuple[Placed, ...], folder: Path) -> Document:
+    """Return a scenario's document with settings laid over it, in order; scales are written out as the figures they give.
+
+    Raises
+    ------
+    InputError
+        If a setting leads nowhere.
+    """
+    data, lines = base.data, dict(base.lines)
+    scales = [(path, value, where) for path, value, where in settings if path.startswith(f"{SCALE}.")]
+    for path, value, where in settings:
+        if not path.startswith(f"{SCALE}."):
+            data = put(data, path, value, where)
+            parts: tuple[str | int, ...] = tuple(int(p) if p.isdecimal() else p for p in path.split("."))
+            lines = {at: line for at, line in lines.items() if at[: len(parts)] != parts} | {parts: where}
+    out = Document(data, base.source, lines)
+    for path, _, where in settings:
+        if path.startswith("hardware_set."):
+            _check_part(out, path, where, folder)
+    for path, value, where in scales:
+        out = _scaled(out, path, value, where, folder)
+    return out
+
+
+def _named(document: Document, path: Path) -> Document:
+    """The document of a scenario with its name stated, as ``load_scenario`` gives it."""
+    if isinstance(document.data, dict) and not document.data.get("name"):
+        return Document(document.data | {"name": path.stem}, document.source, document.lines)
+    return document
+
+
+def _check_part(document: Document, path: str, where: str, folder: Path) -> None:
+    """Refuse a figure of a part that the machine does not have: it would join the machine, and change nothing."""
+    parts = path.split(".")
+    if len(parts) < 3 or not isinstance(document.data, dict):
+        return
+    plain = Document(document.data | {"hardware_set": {}, "derate": 1.0}, document.source, document.lines)
+    known = getattr(machine(plain, folder), parts[1], None)
+    if isinstance(known, dict) and parts[2] not in known:
+        got = f'"{parts[2]}"'
+        raise InputError(path, expected=f"one of the machine's {parts[1]}", got=got, fix=did_you_mean(parts[2], known), where=where)
+
+
+def _scaled(document: Document, path: str, factor: Any, where: str, folder: Path) -> Document:
+    """Write the figures of a scaled channel into ``hardware_set``."""
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise InputError(path, expected="a factor above 0", got=json.dumps(factor), where=where)
+    data = document.data
+    unchanged = Document(data | {"derate": 1.0}, document.source, document.lines)
+    try:
+        changed = _figures_scaled(unchanged, folder, path.partition(".")[2], float(factor))
+    except InputError as error:
+        raise InputError(path, expected=error.expected, got=error.got, fix=error.fix, where=where) from None
+    for part, name, figures in changed:
+        data = put(data, f"hardware_set.{part}.{name}", figures, where)
+    return Document(data, document.source, document.lines | {("hardware_set",): where})
+
+
+def _figures_scaled(document: Document, folder: Path, channel: str, factor: float) -> list[tuple[str, str, Any]]:
+    """Return (part, name, figures) of everything that scaling a channel changes."""
+
+    def make() -> list[tuple[str, str, Any]]:
+        stated = machine(document, folder)
+        before, after = (it.model_dump(mode="json") for it in (stated, stated.scaled(channel, factor)))
+        parts = ("channels", "devices", "links", "storage")
+        return [(part, name, figures) for part in parts for name, figures in after[part].items() if figures != before[part][name]]
+
+    return cast(list[tuple[str, str, Any]], _remembered((*_machine_key(document, folder), channel, factor), make))
+
+
+def machine(document: Document, folder: Path) -> HardwareProfile:
+    """Return the machine of a scenario, as ``simulate`` resolves it; each is made once."""
+
+    def make() -> HardwareProfile:
+        return machine_of(config.build(Scenario, document), folder, lambda field: document.where(tuple(field.split("."))))
+
+    return cast(HardwareProfile, _remembered(_machine_key(document, folder), make))
+
+
+def _machine_key(document: Document, folder: Path) -> tuple[str, str]:
+    """What a machine is made from."""
+    chosen = {name: document.data.get(name) for name in ("hardware", "hardware_set", "derate")}
+    return str(folder), json.dumps(chosen, sort_keys=True, default=str)
+
+
+def _remembered(key: Any, make: Callable[[], Any]) -> Any:
+    """Return what was made under a key; it is made once."""
+    if key not in _made:
+        if len(_made) >= MOST_REMEMBERED:
+            _made.clear()
+        _made[key] = make()
+    return _made[key]
+
+
+def resolve(base: Document, settings: tuple[Placed, ...], folder: Path) -> Resolved:
+    """Return the keys of a scenario that settings make of a base."""
+    try:
+        document = assemble(base, settings, folder)
+        scenario = config.build(Scenario, document)
+        its_machine = machine(document, folder)
+    except InputError as error:
+        return Resolved(_hash([base.data, [(path, value) for path, value, _ in settings], code_identity()]), "", (), str(error))
+    data = scenario.model_dump(mode="json")
+    files = sorted({name: found for name in _texts(data) if (found := file_identity(name, str(folder)))}.items())
+    planned = {name: value for name, value in data.items() if name not in _ABOUT_THE_MACHINE}
+    used = [pair for pair in files if pair[0] != data["hardware"]]
+    return Resolved(
+        _hash([data, files, code_identity()]),
+        _hash([planned, used, _remembered((*_machine_key(document, folder), "apart"), lambda: priced_apart(its_machine))]),
+        tuple(files),
+    )
+
+
+def priced_apart(machine: HardwareProfile) -> dict[str, Any]:
+    """Return the machine without the figures that only price tasks: what a layout and a planner can see of it."""
+    data = {name: value for name, value in machine.model_dump(mode="json").items() if name not in _NOT_PLANNED}
+    for part, prices in _PRICES.items():
+        data[part] = {name: {k: v for k, v in item.items() if k not in prices} for name, item in data[part].items()}
+    for device in data["devices"].values():
+        device["peak"] = sorted(device["peak"])
+    for disk in data["storage"].values():
+        if disk["fast_region"]:
+            disk["fast_region"] = {k: v for k, v in disk["fast_region"].items() if k != "rest_factor"}
+    return data
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()[:32]
+
+
+def _texts(data: Any) -> Iterator[str]:
+    """Every text in nested data: any of them may name a file."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, (dict, list)):
+        for item in data.values() if isinstance(data, dict) else data:
+            yield from _texts(item)
+
+
+@lru_cache(maxsize=4096)
+def file_identity(name: str, folder: str) -> str:
+    """Identity of the file that a text names, or "" where it names none. Bundled data is part of the code's identity."""
+    for path in (Path(name), Path(folder) / name):
+        try:
+            if path.is_file() and name:
+                return file_hash(path)
+            if path.is_dir() and name:
+                inside = [p for p in sorted(path.iterdir()) if p.suffix in (".json", ".gguf") and p.is_file()]
+                return _hash([[p.name, file_hash(p)] for p in inside]) if inside else ""
+        except (OSError, ValueError):
+            continue
+    return ""
+
+
+def file_hash(path: Path) -> str:
+    """Return a hash of a file's size and content; of a large one, of its first 16 MiB."""
+    with path.open("rb") as file:
+        return hashlib.sha256(str(path.stat().st_size).encode() + file.read(HEAD_BYTES)).hexdigest()[:32]
+
+
+@cache
+def code_identity() -> str:
+    """Return a hash of this program: its modules and its bundled data."""
+    package = Path(__file__).resolve().parents[1]
+    found = {f"{path.relative_to(package)}": path for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".json")}
+    for kind in ("hardware_profiles", "traces", "runtimes"):
+        folder = resources.folder(kind)
+        if folder.is_dir():
+            found |= {f"{kind}/{path.relative_to(folder)}": path for path in folder.rglob("*") if path.suffix in (".yaml", ".npz")}
+    return _hash([[name, file_hash(path)] for name, path in sorted(found.items())])[:16]

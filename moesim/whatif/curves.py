@@ -1,0 +1,150 @@
+"""Owns curves: speed over one figure of the machine or one switch of the scenario, and the knees of the curve.
+
+A range is ``PATH=FROM..TO`` with a unit. The path is a knob (``ssd.bandwidth``, ``channels.ssd.bandwidth``, ``gpu.peak``) or any path of a scenario
+that takes whole numbers (``prefetch.distance=0..4``). The grid is logarithmic where TO is at least four times FROM, else linear. A knee is
+where the elasticity between neighbours crosses 0.5, or where another lane takes over the largest share of the critical path.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesim.bottleneck import lane_shares
+from moesim.errors import InputError
+from moesim.metrics import critical_shares
+from moesim.simulate import Case, simulate
+from moesim.sweep.paths import check_path
+from moesim.units import parse
+from moesim.whatif.figures import Knob, find_knob, turned
+from moesim.whatif.replay import Replay, speed_of
+from moesim.whatif.upgrades import changed_case
+
+LOG_FROM = 4.0  # ratio of the ends from which the grid is logarithmic
+HALF = 0.5
+_RANGE = re.compile(r"\s*([+-]?[0-9][0-9_]*\.?[0-9]*)\s*(\S*?)\s*\.\.\s*([+-]?[0-9][0-9_]*\.?[0-9]*)\s*(\S*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of the curve: tokens/s (nan where it does not fit or cannot be) and the lane with most of the critical path."""
+
+    value: float
+    speed: float
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """Where the curve bends: at which value, and why."""
+
+    value: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Speed over one path. ``unit`` is a dimension of units.py, "share", or "" for a plain number; ``now`` is the case's own value, where it has one."""
+
+    path: str
+    unit: str
+    log: bool
+    now: float | None
+    points: tuple[Point, ...]
+    knees: tuple[Knee, ...]
+
+
+def curve(replay: Replay, text: str, points: int, progress: Callable[[int, int], None] | None = None) -> Curve:
+    """Compute a curve.
+
+    Parameters
+    ----------
+    replay : Replay
+    text : str
+        ``PATH=FROM..TO`` with a unit.
+    points : int
+        Of the grid; whole numbers that coincide count once.
+
+    Raises
+    ------
+    InputError
+        If the path is neither a knob nor one of a scenario, or the range is wrong.
+    """
+    path, sign, span = text.partition("=")
+    path = path.strip()
+    if not sign or not path:
+        raise InputError("--vary", expected="PATH=FROM..TO, as in ssd.bandwidth=1..14GB/s", got=f'"{text}"')
+    knob = _knob(replay.case, path)
+    low, high = _ends(span, text, knob)
+    log = low > 0 and high / low >= LOG_FROM
+    grid = np.geomspace(low, high, points) if log else np.linspace(low, high, points)
+    values = list(dict.fromkeys(round(x) for x in grid)) if knob is None else grid.tolist()
+    found = []
+    for i, value in enumerate(values):
+        found.append(_point(replay.case, knob, path, value))
+        if progress is not None:
+            progress(i + 1, len(values))
+    name, unit = (path, "") if knob is None else (knob.name, knob.unit)
+    return Curve(name, unit, log, None if knob is None else knob.value, tuple(found), tuple(_knees(found)))
+
+
+def _knob(case: Case, path: str) -> Knob | None:
+    try:
+        return find_knob(case, path)
+    except InputError:
+        check_path(path, "--vary")
+        return None
+
+
+def _ends(span: str, text: str, knob: Knob | None) -> tuple[float, float]:
+    match = _RANGE.fullmatch(span)
+    if match is None:
+        raise InputError("--vary", expected="FROM..TO, as in 1..14GB/s", got=f'"{text}"')
+    first, unit, last, last_unit = match.groups()
+    dimension = "" if knob is None or knob.unit in ("share", "factor") else knob.unit
+    if not dimension and (unit or last_unit):
+        raise InputError("--vary", expected=f"plain numbers of {text.partition('=')[0]}", got=f'"{text}"', fix="drop the unit")
+    if dimension:
+        ends = [float(parse(f"{number} {u or last_unit}", dimension)) for number, u in ((first, unit), (last, last_unit))]
+    else:
+        ends = [float(first), float(last)]
+    if not 0 <= ends[0] < ends[1] or knob is not None and ends[0] == 0:
+        raise InputError("--vary", expected="FROM above 0 and below TO", got=f'"{text}"')
+    if knob is None and any(end % 1 for end in ends):
+        raise InputError("--vary", expected="whole numbers of a scenario's path", got=f'"{text}"')
+    return ends[0], ends[1]
+
+
+def _point(case: Case, knob: Knob | None, path: str, value: float) -> Point:
+    try:
+        it = turned(case, knob, value / knob.value) if knob is not None else changed_case(case, ((path, int(value)),))[0]
+        result = simulate(it, keep=False)
+    except InputError:
+        return Point(value, math.nan, "")
+    if result.meter is None or result.oom is not None:
+        return Point(value, math.nan, "out of memory")
+    return Point(value, speed_of(result), next(iter(lane_shares(critical_shares(result.meter)))))
+
+
+def _knees(points: list[Point]) -> list[Knee]:
+    """Knees in order of the value."""
+    out = [
+        Knee(math.sqrt(a.value * b.value) if a.value > 0 else b.value, f"{a.lane or 'nothing'} gives way to {b.lane or 'nothing'}")
+        for a, b in zip(points, points[1:], strict=False)
+        if a.lane != b.lane
+    ]
+    slopes = [
+        (math.sqrt(a.value * b.value), math.log(b.speed / a.speed) / math.log(b.value / a.value))
+        for a, b in zip(points, points[1:], strict=False)
+        if a.value > 0 and a.speed > 0 and b.speed > 0
+    ]
+    for (x, before), (y, after) in zip(slopes, slopes[1:], strict=False):
+        if (abs(before) - HALF) * (abs(after) - HALF) < 0:
+            part = (abs(before) - HALF) / (abs(before) - abs(after))
+            direction = "falls below" if abs(after) < HALF else "rises above"
+            out.append(Knee(x * (y / x) ** part, f"elasticity {direction} {HALF:g}"))
+    return sorted(out, key=lambda knee: knee.value)

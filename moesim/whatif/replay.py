@@ -1,0 +1,83 @@
+"""Owns asking one case many times over: its speed on other machines, by re-timing where the schedule stays, by planning anew where not.
+
+Speed is what the run is about: decode tokens/s of one sequence where it decodes, else prefill tokens/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from moesim.cost import CostModel
+from moesim.engines.retime import retime
+from moesim.errors import InputError
+from moesim.hardware import HardwareProfile
+from moesim.metrics import PS
+from moesim.schedule import Ints, Schedule
+from moesim.simulate import Case, Result, simulate
+from moesim.whatif.figures import on
+
+AT_A_TIME = 64  # machines whose costs are held at once
+
+
+def speed(steps: Ints, end_ps: Ints) -> float:
+    """Return tokens/s from the rows of steps and their ends: as ``metrics.latency`` does, decode first; nan where nothing was counted."""
+    emits = steps[:, 5] > 0
+    at = end_ps[emits] * PS
+    if len(at) > 1:
+        return float((len(at) - 1) / (at[-1] - at[0]))
+    prefill = steps[:, 3] == 0
+    return float(steps[prefill, 4].sum() / (end_ps[prefill].max() * PS)) if prefill.any() else float("nan")
+
+
+def speed_of(result: Result) -> float:
+    """Return the speed of a result; nan where nothing ran."""
+    return speed(result.meter.steps, result.meter.step_end_ps) if result.meter is not None and result.oom is None else float("nan")
+
+
+class Replay:
+    """One case, and its schedule once it is planned.
+
+    Parameters
+    ----------
+    case : Case
+        It is run by the compiled engine, whose times are the reference's.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = on(case, case.hardware, case.scenario.model_copy(update={"engine": "fast"}))
+
+    @cached_property
+    def result(self) -> Result:
+        """The case as it stands, measured."""
+        return simulate(self.case, keep=False)
+
+    @cached_property
+    def speed(self) -> float:
+        return speed_of(self.result)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        planner = self.case.planner()
+        return Schedule(planner.lanes, planner.tiers, planner.lines, fragments=list(planner.fragments()))
+
+    def speeds(self, machines: Sequence[HardwareProfile]) -> list[float]:
+        """Return tokens/s on machines that differ from the case's in figures that only price work."""
+        if self.schedule.depends_on != {"trace"} or self.case.scenario.timing.jitter:
+            return [self.again(on(self.case, machine)) for machine in machines]
+        steps = np.concatenate([f.steps for f in self.schedule.fragments])
+        out: list[float] = []
+        for first in range(0, len(machines), AT_A_TIME):
+            models = [CostModel(machine) for machine in machines[first : first + AT_A_TIME]]
+            costs = [[model.costs(fragment) for fragment in self.schedule.fragments] for model in models]
+            out += [speed(steps, ends) for ends in retime(self.schedule, costs).step_end_ps]
+        return out
+
+    def again(self, case: Case) -> float:
+        """Return tokens/s of a case that is planned anew; nan where it does not fit or cannot be."""
+        try:
+            return speed_of(simulate(case, keep=False))
+        except InputError:
+            return float("nan")
