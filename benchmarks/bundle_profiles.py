@@ -30,7 +30,7 @@ from moesim.generate.routing_profile import Figure, save_like
 from moesim.trace import RoutingTrace, load_trace
 from moesim.trace_stats import prediction_statistics, reuse, top_half_share
 
-FOLDER = Path(__file__).resolve().parents[1] / "moesim" / "profiles"
+FOLDER = Path(__file__).resolve().parents[1] / "moesim" / "generate" / "profiles"
 ANALOGY = "assumed: as far above independent rows as gpt-oss-20b's traces are"
 INTERP = "github:MarmikChaudhari/moe-interp counts, 7 corpora (shared/traces/PUBLISHED.md)"
 MOE_TRACE = "gajsanders/moe-trace, findings 006 and 007 (shared/traces/PUBLISHED.md)"

@@ -1,12 +1,14 @@
 """Refits the fitted rates of moesim/runtimes/attained.yaml to a folder of public measured runs, and writes what cross-validation gives.
 
     python benchmarks/fit_field.py ../shared/field_runs            # prints
-    python benchmarks/fit_field.py ../shared/field_runs --write    # writes attained.yaml (values, spreads) and attained_without_host.csv
+    python benchmarks/fit_field.py ../shared/field_runs --write    # writes attained.yaml (values, spreads), attained_without_host.csv and
+                                                                  # docs/field-coefficients.md
 
 Method: robust least squares (Huber, Levenberg-Marquardt) on the logarithm of predicted over measured speed, in the logarithm of the rates, with
-a prior (a factor of 1.5) around what physics and single public reports suggest. Each machine and placement weighs as the square root of its
-number of rows. Predictions are the program's own (``field_run``), nothing is fitted to a formula beside it. Leave-host-group-out fits start
-from the full fit and keep its Jacobian (chord iterations).
+a prior (a factor of 1.5) around what physics and single public reports suggest. Rows of one series of runs share a deviation (the host's, the
+model's), so residuals are whitened within a series: a sweep over depths says much about the growth with depth and little about the level.
+Series of one machine and placement together weigh as the square root of their number. Predictions are the program's own, nothing is fitted to
+a formula beside it. Leave-host-group-out fits start from the full fit and keep its Jacobian (chord iterations).
 """
 
 from __future__ import annotations
@@ -19,22 +21,25 @@ from collections import Counter
 
 import numpy as np
 
-from moesim import resources
-from moesim.backtest import backtest
+from moesim import resources, text_table
+from moesim.backtest import backtest, score
 from moesim.backtest.data import read_field_runs
 from moesim.backtest.run import FieldCase, FieldCases, Lacking
-from moesim.runtimes import Rates, attained_file, held_out
+from moesim.runtimes import Rates, attained_file, held_out, load_rates
 
 PRIOR = {  # where the fit starts and what it is drawn to where rows say little
-    "client_memory_share": 0.85, "server_memory_share": 0.55, "dual_server_memory_share": 0.4, "cpu_flops_wide": 30e9, "cpu_flops_narrow": 14e9,
-    "cpu_kernel": 8e-6, "hand_over": 1e-4, "gpu_memory_share": 0.85, "launch_graphs": 5e-6, "launch": 8e-6, "old_gpu_launch": 2.0,
-    "gpu_vector_attention_share": 0.045, "gpu_tensor_attention_share": 0.7, "gpu_cache_traffic": 1.3, "cpu_attention_share": 2.4,
-    "server_attention_share": 0.45, "cpu_serial_head_token": 1e-7, "gpu_prefill_share": 0.25, "gpu_prefill_attention_share": 0.3,
-    "cpu_prefill_flops_wide": 1.6e11, "cpu_prefill_flops_narrow": 6e10, "cpu_prefill_plain_share": 0.33, "pageable_bytes_per_s": 1e10, "storage_share": 0.5,
+    "client_memory_share": 0.85, "server_memory_share": 0.55, "dual_server_memory_share": 0.4, "cpu_flops": 30e9, "server_core_share": 0.5,
+    "hand_over": 1e-4, "gpu_memory_share": 0.85, "launch_graphs": 5e-6, "launch": 8e-6, "old_gpu_launch": 2.0,
+    "gpu_vector_attention_share": 0.045, "gpu_tensor_attention_share": 0.7,
+    "gpu_unfused_attention_share": 0.5, "gpu_unpacking_attention_share": 0.7, "gpu_cache_traffic": 1.2, "cpu_attention_share": 2.4,
+    "cpu_serial_head_token": 1e-7, "gpu_prefill_share": 0.25, "gpu_prefill_attention_share": 0.3, "cpu_prefill_flops": 1.6e11,
+    "cpu_prefill_plain_share": 0.33, "pageable_bytes_per_s": 1e10,
 }  # fmt: skip
 PRIOR_SD = np.log(1.5)
-NOISE = {"decode": 0.15, "batched decode": 0.15, "prefill": 0.25}
-SSD_NOISE = 0.6
+NOISE = {  # spread of a row within its series of runs, and of the series: a sweep over depths shares most of its deviation
+    "decode": (0.06, 0.15), "batched decode": (0.06, 0.15), "prefill": (0.2, 0.2),
+}  # fmt: skip
+NOT_FITTED = ("ssd", "gpu_cpu_layers")  # what pages in and out hides everything else
 FEWEST = 10  # rows from which an interval is taken
 HUBER = 1.0  # in units of the noise
 SAME_CHIP = (("GB10",),)  # hosts whose cards carry such a name are one chip, and are left out together
@@ -46,11 +51,17 @@ class Fit:
     def __init__(self, cases: list[FieldCase], fixed: dict[str, float]) -> None:
         self.cases, self.fixed, self.names = cases, fixed, list(PRIOR)
         self.measured = np.log([c.row.value for c in cases])
-        groups = [(c.machine.name, c.placement, c.mode == "prefill") for c in cases]
-        sizes = Counter(groups)
-        self.noise = np.array([SSD_NOISE if c.placement == "ssd" else NOISE[c.mode] for c in cases])
-        self.weight = np.array([1 / np.sqrt(sizes[g]) for g in groups]) / self.noise**2
-        self.on_storage = np.array([c.placement in ("ssd", "gpu_cpu_layers") for c in cases])
+        self.noise, shared = np.array([NOISE[c.mode] for c in cases]).T
+        kinds = [(c.machine.name, c.placement, c.mode == "prefill") for c in cases]
+        series = [(*kind, c.row.text("run_id")) for kind, c in zip(kinds, cases, strict=True)]
+        number = {s: i for i, s in enumerate(dict.fromkeys(series))}
+        self.series = np.array([number[s] for s in series])
+        sizes = np.bincount(self.series)
+        self.common = 1 - 1 / np.sqrt(1 + sizes[self.series] * (shared / self.noise) ** 2)
+        self.sizes = sizes[self.series]
+        of_kind = Counter(s[:3] for s in number)
+        self.weight = np.array([1 / np.sqrt(of_kind[kind]) for kind in kinds]) / self.noise**2
+        self.weight[[c.placement in NOT_FITTED for c in cases]] = 0.0
         self.hosts = [host_group(c) for c in cases]
         self.x0 = np.log([PRIOR[n] for n in self.names])
 
@@ -62,18 +73,25 @@ class Fit:
         rates = self.rates(x)
         return np.array([np.log(c.tokens_per_s(sum(c.seconds(rates).values()))) for c in self.cases]) - self.measured
 
+    def within(self, values: np.ndarray) -> np.ndarray:
+        """Take most of its mean from each series, so that what remains is independent (rows of one series share a deviation)."""
+        sums = np.zeros((self.series.max() + 1, *values.shape[1:]))
+        np.add.at(sums, self.series, values)
+        means = sums[self.series] / self.sizes.reshape(-1, *[1] * (values.ndim - 1))
+        return values - self.common.reshape(-1, *[1] * (values.ndim - 1)) * means
+
     def cost(self, r: np.ndarray, x: np.ndarray, keep: np.ndarray) -> float:
         limit = HUBER * self.noise
+        r = self.within(r)
         size = np.abs(r)
         loss = np.where(size < limit, r**2 / 2, limit * (size - limit / 2))
         return float((keep * self.weight * loss).sum() + ((x - self.x0) ** 2).sum() / PRIOR_SD**2 / 2)
 
     def jacobian(self, x: np.ndarray, r: np.ndarray, step: float = 1e-3) -> np.ndarray:
-        jac = np.array([(self.residuals(x + step * np.eye(len(x))[k]) - r) / step for k in range(len(x))]).T
-        jac[np.ix_(self.on_storage, [name != "storage_share" for name in self.names])] = 0.0  # these rows say nothing sure of the rest
-        return jac
+        return np.array([(self.residuals(x + step * np.eye(len(x))[k]) - r) / step for k in range(len(x))]).T
 
     def solve(self, jac: np.ndarray, r: np.ndarray, x: np.ndarray, keep: np.ndarray, damping: float) -> np.ndarray:
+        jac, r = self.within(jac), self.within(r)
         w = keep * self.weight * np.where(np.abs(r) < HUBER * self.noise, 1.0, HUBER * self.noise / np.maximum(np.abs(r), 1e-12))
         h = (jac * w[:, None]).T @ jac + np.eye(len(x)) / PRIOR_SD**2
         g = (jac * w[:, None]).T @ r + (x - self.x0) / PRIOR_SD**2
@@ -129,14 +147,14 @@ def host_group(case: FieldCase) -> str:
 
 
 def load(folder: str) -> tuple[list[FieldCase], dict[str, float]]:
-    rates = {name: rate.value for name, rate in attained_file().rates.items()}
+    rates = load_rates()
     builder, cases = FieldCases(read_field_runs(folder)), []
     for row in builder.data.runs:
         try:
-            cases.append(builder.case(row, (rates["routing_concentration"], rates["routing_concentration_few"])))
+            cases.append(builder.case(row, rates))
         except Lacking:
             continue
-    return cases, {name: value for name, value in rates.items() if name not in PRIOR}
+    return cases, {name: value for name, value in rates.values.items() if name not in PRIOR}
 
 
 def main() -> None:
@@ -159,25 +177,20 @@ def main() -> None:
     if args.write:
         write(fit, x, held)
         attained_file.cache_clear()
+        write_table(fit, held)
         held_out.cache_clear()
         write_spreads(args.folder)
 
 
 def summary(cases: list[FieldCase], errors: np.ndarray) -> None:
     """Print the cross-validated error by mode and placement."""
-    kinds = [(c.mode, c.placement) for c in cases]
-    for kind in sorted(set(kinds)):
-        here = np.array([k == kind for k in kinds])
-        ape = np.abs(np.expm1(errors[here]))
-        machines = {c.machine.name for c, h in zip(cases, here, strict=True) if h}
-        mean = np.mean(
-            [
-                np.median([a for a, c in zip(ape, (c for c, h in zip(cases, here, strict=True) if h), strict=True) if c.machine.name == m])
-                for m in machines
-            ]
-        )
+    groups: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for case, error in zip(cases, errors.tolist(), strict=True):
+        groups.setdefault((case.mode, case.placement), []).append((float(np.exp(error)), 1.0, case.machine.name))
+    for (mode, placement), pairs in sorted(groups.items()):
+        s = score(pairs)
         print(
-            f"{kind[0]:15s} {kind[1]:16s} n {here.sum():4d}  median {100 * np.median(ape):5.1f} %  mean over machines {100 * mean:5.1f} %  within 20 %: {100 * (ape < 0.2).mean():3.0f} %"
+            f"{mode:15s} {placement:16s} n {s.n:4d}  median {s.median_ape:.1%}  mean over machines {s.machine_mean:.1%}  within 20 %: {s.within_20:.0%}"
         )
 
 
@@ -197,6 +210,21 @@ def write(fit: Fit, x: np.ndarray, held: dict[str, np.ndarray]) -> None:
         for host, xh in held.items():
             for name in sorted(names[host]):
                 rows.writerow([name, *(f"{v:.5g}" for v in np.exp(xh))])
+
+
+def write_table(fit: Fit, held: dict[str, np.ndarray]) -> None:
+    """Write docs/field-coefficients.md: every rate, where it comes from, and how far a fitted one moves when a host is left out."""
+    rates = attained_file().rates
+    fitted = sum(rate.basis == "fitted" for rate in rates.values())
+    lines = ["# What engines attain", "", f"Written by `benchmarks/fit_field.py`. {fitted} coefficients rest on public measured runs (basis *fitted*), {len(PRIOR)} by the fit and the rest by",
+             "hand; *folds* is how far a value moves, as a standard deviation, when the hosts are left out one after the other.", ""]  # fmt: skip
+    rows = []
+    for name, rate in rates.items():
+        folds = f"{100 * np.std([x[fit.names.index(name)] for x in held.values()]):.0f} %" if name in PRIOR else "-"
+        prior = f"{PRIOR[name]:.4g}" if name in PRIOR else "-"
+        rows.append([name, f"{rate.value:.4g} {rate.unit}".strip(), rate.basis, prior, folds, rate.meaning, rate.source])
+    lines += text_table.markdown_table(["coefficient", "value", "basis", "prior", "folds", "meaning", "source"], rows)
+    (resources.folder("runtimes").parents[1] / "docs" / "field-coefficients.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_spreads(folder: str) -> None:

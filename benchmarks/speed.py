@@ -1,6 +1,6 @@
 """How fast the simulator is: planning, pricing and simulating apart, by shape, engine and lanes; how it scales; what it needs.
 
-    python -m benchmarks.speed [--quick] [-o json]
+    python -m benchmarks.speed [--quick] [--profile] [-o json]
 
 Every row runs in a process of its own, on one core, and counts its CPU seconds; peak memory is that process's. Decode of one sequence,
 routing drawn from a Zipf law, VRAM over RAM that holds all, a quarter of the experts of each layer in VRAM under LRU, prefetch of
@@ -8,13 +8,21 @@ the next layer by co-occurrence. Lanes ``fifo``: fifo lanes, and no channel that
 lanes, and a VRAM that compute alone can saturate, so that copies and compute share it max-min fairly. ``tokens_per_s`` counts
 planning, pricing and simulating; predicting and measuring have columns of their own. A first small run loads the compiled code.
 
-``replay`` rows count hits alone (``moesim.policies.kernels``): no tasks, no time. Peers that replay caches expert by expert state about
-2,000 tokens/s at 48 layers x 128 experts, top-8; simulators of whole steps reach about a million tokens/s and see no experts.
+- ``engines``: both engines on one schedule, their CPU time for it (the median of several runs of ``fast``), and whether they agree.
+- ``retime``: wall time of 256 hardware variants of one schedule on two cores, over the CPU time of one run; single runs are compared.
+- ``slope``: of the logarithm of CPU seconds over that of tokens, each the median of five runs in one process.
+- ``profile``: the share of interpreted Python in a profile of one run of a given trace by wall clock (``--profile``: that alone, and where it is). Counted is
+  the time that cProfile finds in Python functions themselves, array operators included, which are none of compiled code or of C
+  functions. Profiling slows Python down and nothing else, so it is an upper bound.
+- ``replay``: hits alone (``moesim.policies.kernels``): no tasks, no time. Peers that replay caches expert by expert state about 2,000 tokens/s
+  at 48 layers x 128 experts, top-8; simulators of whole steps reach about a million tokens/s and see no experts.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import gc
 import json
 import os
 import resource
@@ -22,16 +30,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import yaml
+from numba.core.dispatcher import Dispatcher
 
 from moesim import resources
-from moesim.cost import CostModel
+from moesim.cost import CostModel, Costs
+from moesim.engines.retime import retime
 from moesim.scenario import Scenario
-from moesim.simulate import Case, load_engine, load_meter, make_case
+from moesim.schedule import Schedule
+from moesim.simulate import Case, load_engine, load_meter, make_case, simulate
+from moesim.timeline import Timeline
 
 SHAPES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b")
 MAIN = "qwen3-30b-a3b"
@@ -40,6 +54,8 @@ SCALES = (1_000, 2_000, 4_000, 8_000)
 SLOPE = (1_000, 4_000, 16_000, 64_000)
 EXPERTS = (32, 64, 128, 256)
 REPEATS = 5
+LONG = 100_000
+VARIANTS = 256
 POLICY, PREDICTOR, TIERS = "lru 25 %", "cooccurrence", ["vram", "ram"]
 Row = dict[str, Any]
 
@@ -123,14 +139,99 @@ def run_replay(tokens: int) -> Row:
     }  # fmt: skip
 
 
+def run_slope(tokens: int, repeats: int) -> Row:
+    """CPU seconds of planning, pricing and simulating, several times over."""
+    _stages(bench_case(MAIN, "fast", "fifo", 8))
+    case = bench_case(MAIN, "fast", "fifo", tokens)
+    seconds = [_seconds(_stages(case)) for _ in range(repeats)]
+    return {"median_s": median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
+
+
+def _planned(lanes: str, tokens: int) -> tuple[Case, Schedule]:
+    case = bench_case(MAIN, "fast", lanes, tokens)
+    planner = case.planner()
+    return case, Schedule(planner.lanes, fragments=list(planner.fragments()))
+
+
+def _timed(engine: str, schedule: Schedule, costs: list[Costs]) -> tuple[float, Timeline]:
+    """CPU seconds that an engine takes for a schedule, and the timeline."""
+    state = load_engine(engine)(schedule.lanes)
+    at = time.process_time()
+    parts = [state.advance(fragment, cost) for fragment, cost in zip(schedule.fragments, costs, strict=True)]
+    parts.append(state.finish())
+    return time.process_time() - at, Timeline.concat(parts)
+
+
+def run_engines(lanes: str, tokens: int) -> Row:
+    """Both engines on the same schedule."""
+    case, schedule = _planned(lanes, tokens)
+    costs = [CostModel(case.hardware).costs(fragment) for fragment in schedule.fragments]
+    _timed("fast", schedule, costs)
+    fast = [_timed("fast", schedule, costs) for _ in range(REPEATS)]
+    des_s, timeline = _timed("des", schedule, costs)
+    fast_s = median(seconds for seconds, _ in fast)
+    equal = all(np.array_equal(getattr(fast[0][1], f.name), getattr(timeline, f.name)) for f in fields(Timeline))
+    return {
+        "lanes": lanes, "tokens": tokens, "tasks": schedule.n_tasks, "des_s": des_s, "fast_s": fast_s, "ratio": des_s / fast_s, "equal": equal,
+    }  # fmt: skip
+
+
+def run_retime(lanes: str, tokens: int) -> Row:
+    """Many variants of one schedule at once, each a little slower than the one before."""
+    case, schedule = _planned(lanes, tokens)
+    variants = []
+    for v in range(VARIANTS):
+        prices = CostModel(case.hardware.scaled("pcie_h2d", 1 - v / (2 * VARIANTS)))
+        variants.append([prices.costs(fragment) for fragment in schedule.fragments])
+    single_s = median(_timed("fast", schedule, variants[0])[0] for _ in range(REPEATS + 1))
+    retime(schedule, variants[:2], workers=2)
+    at = time.perf_counter()
+    found = retime(schedule, variants, workers=2).step_end_ps
+    wall_s = time.perf_counter() - at
+    last = np.concatenate([fragment.steps[:, 2] for fragment in schedule.fragments])
+    equal = all(np.array_equal(found[v], _timed("fast", schedule, variants[v])[1].end_ps[last]) for v in range(0, VARIANTS, 17))
+    return {
+        "lanes": lanes, "tokens": tokens, "variants": VARIANTS, "cores": 2, "wall_s": wall_s, "single_s": single_s, "ratio": wall_s / single_s,
+        "equal": equal,
+    }  # fmt: skip
+
+
+def run_profile(tokens: int) -> Row:
+    """The share of interpreted Python in a run, by wall clock, and the functions that have most of it."""
+    simulate(bench_case(MAIN, "fast", "fifo", 8), keep=False)
+    gc.collect()
+    profiler = cProfile.Profile(time.perf_counter)
+    case = bench_case(MAIN, "fast", "fifo", tokens)
+    _ = case.routing  # the trace is given
+    profiler.runcall(simulate, case, keep=False)
+    compiled = {
+        it.py_func.__code__.co_name for module in list(sys.modules.values()) for it in vars(module).values() if isinstance(it, Dispatcher)
+    }
+    spent: dict[str, float] = {}
+    total = 0.0
+    for entry in profiler.getstats():
+        total += entry.inlinetime
+        if not isinstance(entry.code, str) and entry.code.co_name not in compiled:
+            name = f"{'/'.join(Path(entry.code.co_filename).parts[-2:])}:{entry.code.co_name}"
+            spent[name] = spent.get(name, 0.0) + entry.inlinetime
+    most = sorted(spent.items(), key=lambda item: -item[1])[:15]
+    return {"tokens": tokens, "wall_s": total, "interpreted": sum(spent.values()) / total, "most": {name: s / total for name, s in most}}
+
+
+def run_start(command: list[str]) -> Row:
+    """Wall and CPU seconds of a command."""
+    at = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "moesim", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"wall_s": time.perf_counter() - at, "cpu_s": usage.ru_utime + usage.ru_stime}
+
+
 def run_first(tokens: int) -> Row:
-    """CPU seconds of a first run, which compiles, and of the same run again."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    began = usage.ru_utime + usage.ru_stime
+    """Wall and CPU seconds of a first run, which compiles."""
+    wall, cpu = time.perf_counter(), time.process_time()
     for lanes in ("fifo", "shared"):
         _stages(bench_case(MAIN, "fast", lanes, tokens))
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"cpu_s": usage.ru_utime + usage.ru_stime - began}
+    return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 
 def fresh(kind: str, *arguments: Any, cache: str = "") -> Row:
@@ -157,14 +258,16 @@ def measure(quick: bool) -> dict[str, Any]:
     out["experts"] = [fresh("run", MAIN, "fast", "fifo", TOKENS["fast"] // share, experts) for experts in EXPERTS]
     out["replay"] = fresh("replay", TOKENS["fast"])
     with tempfile.TemporaryDirectory() as cache:
-        out["first_use"] = {name: fresh("first", 16, cache=cache)["cpu_s"] for name in ("first_cpu_s", "again_cpu_s")}
+        out["first_use"] = {name: fresh("first", 16, cache=cache) for name in ("first", "again")}
+    out["start_up"] = fresh("start", ["run", "quickstart", "--set", "workload.output_tokens=2"])
+    out["engines"] = [fresh("engines", lanes, 128 // share) for lanes in ("fifo", "shared")]
+    out["profile"] = fresh("profile", 2 * TOKENS["fast"] // share)
     if not quick:
-        medians = {}
-        for tokens in SLOPE:
-            seconds = [_seconds(fresh("run", MAIN, "fast", "fifo", tokens)) for _ in range(REPEATS)]
-            medians[str(tokens)] = {"median_s": float(np.median(seconds)), "least_s": min(seconds), "most_s": max(seconds)}
-        logs = np.log([[int(tokens), found["median_s"]] for tokens, found in medians.items()])
-        out["slope"] = {"exponent": float(np.polyfit(logs[:, 0], logs[:, 1], 1)[0]), "runs": medians}
+        out["retime"] = [fresh("retime", lanes, 512) for lanes in ("fifo", "shared")]
+        runs = {str(tokens): fresh("slope", tokens, REPEATS) for tokens in SLOPE}
+        logs = np.log([[int(tokens), found["median_s"]] for tokens, found in runs.items()])
+        out["slope"] = {"exponent": float(np.polyfit(logs[:, 0], logs[:, 1], 1)[0]), "runs": runs}
+        out["long"] = fresh("run", MAIN, "fast", "fifo", LONG)
     return out
 
 
@@ -191,30 +294,56 @@ def table(rows: list[Row]) -> str:
 def text(found: dict[str, Any]) -> str:
     """The whole answer; stages are microseconds a token."""
     parts = ["Stages in CPU microseconds a token, one core", table(found["runs"])]
-    ratios = []
-    for fast in (row for row in found["runs"] if row["engine"] == "fast"):
-        des = next(r for r in found["runs"] if (r["shape"], r["lanes"], r["engine"]) == (fast["shape"], fast["lanes"], "des"))
-        ratios.append(f"{fast['shape']} {fast['lanes']} {fast['tokens_per_s'] / des['tokens_per_s']:,.0f}")
-    parts.append("fast over des: " + "; ".join(ratios))
-    parts += ["\nBy tokens", table(found["scaling"]), "\nBy experts", table(found["experts"])]
+    for row in found["engines"]:
+        parts.append(
+            f"Engine alone, {row['lanes']} lanes, one schedule of {row['tasks']:,} tasks: des {row['des_s']:.3g} s, fast {row['fast_s']:.3g} s, "
+            f"{row['ratio']:.0f} x; {'equal' if row['equal'] else 'NOT EQUAL'}"
+        )
+    parts += ["\nBy tokens", table(found["scaling"]), "\nBy experts", table(found["experts"]), ""]
     if "slope" in found:
         runs = "; ".join(f"{n}: {r['median_s']:.3g} s ({r['least_s']:.3g} to {r['most_s']:.3g})" for n, r in found["slope"]["runs"].items())
-        parts.append(f"\nCPU seconds grow as tokens to the power {found['slope']['exponent']:.3f}: {runs}")
-    replay, first = found["replay"], found["first_use"]
-    parts.append(f"\nReplay of hits alone: {replay['tokens_per_s']:,.0f} tokens/s (hit rate {replay['hit_rate']:.3f})")
-    parts.append(f"First use, compiling: {first['first_cpu_s']:.1f} s of CPU; again: {first['again_cpu_s']:.1f} s")
+        parts.append(f"CPU seconds grow as tokens to the power {found['slope']['exponent']:.3f}: {runs}")
+        long = found["long"]
+        parts.append(
+            f"{long['tokens']:,} tokens ({long['tasks']:,} tasks): {long['tokens_per_s']:,.0f} tokens/s, {long['peak_rss_bytes'] / 1e9:.2f} GB"
+        )
+        for row in found["retime"]:
+            parts.append(
+                f"Re-timing {row['variants']} variants of {row['tokens']} tokens on {row['cores']} cores, {row['lanes']} lanes: {row['wall_s']:.3g} s, "
+                f"{row['ratio']:.0f} x one run ({row['single_s']:.3g} s); {'equal' if row['equal'] else 'NOT EQUAL'}"
+            )
+    replay, first, start = found["replay"], found["first_use"], found["start_up"]
+    parts.append(_profile_text(found["profile"]))
+    parts.append(f"Replay of hits alone: {replay['tokens_per_s']:,.0f} tokens/s (hit rate {replay['hit_rate']:.3f})")
+    seconds = {name: f"{row['wall_s']:.1f} s ({row['cpu_s']:.1f} s of CPU)" for name, row in {**first, "start": start}.items()}
+    parts.append(
+        f"First use, compiling: {seconds['first']}; again: {seconds['again']}; moesim run quickstart, 2 tokens: {seconds['start']}"
+    )
     return "\n".join(parts)
+
+
+def _profile_text(row: Row) -> str:
+    return f"Interpreted Python: {100 * row['interpreted']:.1f} % of a profile of {row['tokens']:,} tokens ({row['wall_s']:.2f} s)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, an eighth of the tokens, no slope")
+    parser.add_argument("--profile", action="store_true", help="only the share of interpreted Python, and where it is")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         kind, *arguments = json.loads(args.row)
-        print(json.dumps({"run": run_row, "replay": run_replay, "first": run_first}[kind](*arguments)))
+        rows = {
+            "run": run_row, "replay": run_replay, "first": run_first, "slope": run_slope, "engines": run_engines, "retime": run_retime,
+            "profile": run_profile, "start": run_start,
+        }  # fmt: skip
+        print(json.dumps(rows[kind](*arguments)))
+        return
+    if args.profile:
+        row = fresh("profile", 2 * TOKENS["fast"])
+        print("\n".join([_profile_text(row), *(f"{100 * share:6.2f} %  {name}" for name, share in row["most"].items())]))
         return
     found = measure(args.quick)
     print(json.dumps(found, indent=1) if args.output == "json" else text(found))

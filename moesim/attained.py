@@ -8,7 +8,6 @@ serial attention = heads per core x tokens x time of one head and token
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -19,12 +18,10 @@ from moesim.runtimes import Rates, RunFacts, Runtime
 from moesim.schedule import Work
 from moesim.steady import Part
 
-WIDE_SIMD = ("avx512", "amx")
 SERVER_SHARE = {"server": "server_memory_share", "dual-server": "dual_server_memory_share"}
-# unfused: scores are written out and read again; on-the-fly: cached values are unpacked in the inner loop, once per head (the same machine
-# and model took 2.51 against 1.76 us per cached token, ikawrakow/ik_llama.cpp pull request 370 and discussion 357)
 PRODUCT_KERNELS = {"together": 0, "one-by-one": 3, "gathered": 9}  # of each used expert in a prompt; 0: of all of them together
-KERNEL_SHARE = {"unfused": 0.5, "on-the-fly": 0.7}
+SLOWER_ATTENTION = {"unfused": "gpu_unfused_attention_share", "on-the-fly": "gpu_unpacking_attention_share"}
+PLAIN_SIMD = 0.5  # two instructions where a dot product takes one
 THEORETICAL = 0.97  # a "measured" bandwidth within 3 % of the peak is the peak
 
 
@@ -40,9 +37,8 @@ class Attained:
     cpu_flops_per_s: float
     cpu_attention_flops_per_s: float
     cpu_kernel_s: float
-    cpu_expert_share: float  # of the CPU's arithmetic, left for the experts' format
     serial_head_token_s: float  # 0: attention on the CPU is not serial
-    cores: int
+    cores: float
     cache_traffic: float
     converts: bool  # a quantised cache is first written out, and read again, in 16 bit
     tile_rows: float
@@ -53,7 +49,7 @@ class Attained:
     storage_share: float
 
 
-def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, prefill: bool, cores: int) -> Attained:
+def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, prefill: bool, cores: float) -> Attained:
     """Return what a runtime attains on a machine.
 
     Parameters
@@ -64,47 +60,36 @@ def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, p
     rates : Rates
     prefill : bool
         Many tokens a step, or one per sequence.
-    cores : int
+    cores : float
         CPU cores in use.
     """
-    peak, vector, tensor = machine.ram_bytes_per_s or 0.0, machine.gpu_vector_flops_per_s or 1.0, machine.gpu_flops_per_s or 1.0
-    one_node = machine.sockets > 1 and "numa=isolate" in run.flags
-    platform = "server" if one_node else machine.platform
-    share = rates[SERVER_SHARE.get(platform, "client_memory_share")] / (machine.sockets if one_node else 1)
-    measured = machine.ram_measured_bytes_per_s
-    if measured and measured < THEORETICAL * peak:  # a benchmark sees the chiplet links of one socket, but not who reads from which node
-        attained = rates["measured_memory_share"] * measured / peak
-        share = min(share, attained) if machine.platform == "dual-server" else attained
-    width = "wide" if machine.simd in WIDE_SIMD or not machine.simd else "narrow"
-    decode_flops = cores * rates[f"cpu_flops_{width}"]
-    prefill_flops = cores * rates[f"cpu_prefill_flops_{width}"] * rates[runtime.choose("cpu_prefill", run)]
+    core = 1.0 if machine.dot_products else PLAIN_SIMD
+    attention_core = core * (rates["server_core_share"] if machine.server_cores else 1.0)
+    decode_flops = cores * core * rates["cpu_flops"]
+    prefill_flops = cores * core * rates["cpu_prefill_flops"] * rates[runtime.choose("cpu_prefill", run)]
     on_cpu, on_gpu = runtime.choose("cpu_attention", run), runtime.choose("gpu_attention", run)
-    cpu_attention = prefill_flops if prefill else decode_flops * (rates["cpu_attention_share"] if on_cpu == "blocked" else 1.0)
-    if machine.platform in SERVER_SHARE and not prefill:
-        cpu_attention *= rates["server_attention_share"]
     if prefill:
-        gpu_attention = tensor * rates["gpu_prefill_attention_share"]
+        cpu_attention = prefill_flops
     else:
-        gpu_attention = vector * rates["gpu_tensor_attention_share" if on_gpu == "tensor" else "gpu_vector_attention_share"]
-    gpu_attention *= KERNEL_SHARE.get(on_gpu, 1.0)
+        cpu_attention = cores * attention_core * rates["cpu_flops"] * (rates["cpu_attention_share"] if on_cpu == "blocked" else 1.0)
+    tensor = machine.gpu_flops_per_s or 1.0
     launch = rates[runtime.choose("launch", run)]
     if machine.old_card:
         launch *= rates["old_gpu_launch"]
-    converts = on_gpu == "tensor" and run.kv_quantised and not prefill
+    converts = on_gpu == "tensor" and run.kv[:1] in ("q", "i") and not prefill
     pcie = rates["pcie_share"]
     if runtime.choose("pinned", run) == "no" and machine.pcie_bytes_per_s:
         pcie = min(pcie, rates["pageable_bytes_per_s"] / machine.pcie_bytes_per_s)
     return Attained(
         gpu_memory_share=rates["gpu_memory_share"],
         gpu_flops_per_s=tensor * rates["gpu_prefill_share"],
-        gpu_attention_flops_per_s=gpu_attention,
+        gpu_attention_flops_per_s=_gpu_attention(machine, on_gpu, rates, prefill),
         gpu_launch_s=launch,
-        cpu_memory_share=share,
+        cpu_memory_share=_memory_share(machine, runtime, run, rates),
         cpu_flops_per_s=prefill_flops if prefill else decode_flops,
         cpu_attention_flops_per_s=cpu_attention,
         cpu_kernel_s=rates["cpu_kernel"],
-        cpu_expert_share=rates[runtime.choose("cpu_decode", run)],
-        serial_head_token_s=rates["cpu_serial_head_token"] if on_cpu == "serial" else 0.0,
+        serial_head_token_s=rates["cpu_serial_head_token"] / attention_core if on_cpu == "serial" else 0.0,
         cores=cores,
         cache_traffic=rates["gpu_cache_traffic"],
         converts=converts,
@@ -115,6 +100,30 @@ def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, p
         hand_over_s=rates["hand_over"],
         storage_share=rates["storage_share"],
     )
+
+
+def _memory_share(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates) -> float:
+    """Share of main memory's peak bandwidth that matrix-vector kernels stream."""
+    one_node = machine.sockets > 1 and "numa=isolate" in run.flags
+    platform = "server" if one_node else machine.platform
+    share = rates[SERVER_SHARE.get(platform, "client_memory_share")] / (machine.sockets if one_node else 1)
+    if platform == "dual-server" and runtime.choose("numa", run) == "no":
+        share /= machine.sockets
+    peak, measured = machine.ram_bytes_per_s or 0.0, machine.ram_measured_bytes_per_s
+    if measured and measured < THEORETICAL * peak:  # a benchmark sees the chiplet links of one socket, but not who reads from which node
+        attained = rates["measured_memory_share"] * measured / peak
+        share = min(share, attained) if machine.platform == "dual-server" else attained
+    return share
+
+
+def _gpu_attention(machine: Machine, kernel: str, rates: Rates, prefill: bool) -> float:
+    """FLOP/s of attention on a GPU."""
+    if prefill:
+        flops = (machine.gpu_flops_per_s or 1.0) * rates["gpu_prefill_attention_share"]
+    else:
+        share = rates["gpu_tensor_attention_share" if kernel == "tensor" else "gpu_vector_attention_share"]
+        flops = (machine.gpu_vector_flops_per_s or 1.0) * share
+    return flops * (rates[SLOWER_ATTENTION[kernel]] if kernel in SLOWER_ATTENTION else 1.0)
 
 
 def as_found(profile: HardwareProfile, it: Attained) -> HardwareProfile:
@@ -155,11 +164,9 @@ def _executed(part: Part, it: Attained) -> Work:
         if gpu:
             return replace(work, state_bytes=round(work.state_bytes * it.cache_traffic + (part.half_bytes * 2 if it.converts else 0)))
         if it.serial_head_token_s:
-            rounds = math.ceil(part.units / it.cores)
+            rounds = max(part.units / it.cores, 1.0)
             return replace(work, flops=0.0, state_bytes=0, overhead_s=rounds * part.pairs * it.serial_head_token_s)
     if part.name == "GPU experts" and it.tile_rows:
         kernels = it.product_kernels * part.units or work.kernels
         return replace(work, flops=work.flops * (1 + it.tile_rows * part.units / work.tokens), kernels=kernels)
-    if part.name == "CPU experts":
-        return replace(work, flops=work.flops / it.cpu_expert_share)
     return work

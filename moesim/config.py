@@ -6,17 +6,24 @@ It must not know what the specs mean. Anchors and aliases, duplicate keys, sever
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
+import io
+import itertools
 import json
 import re
+import textwrap
+import tokenize
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from moesim.errors import InputError, did_you_mean
 
@@ -41,6 +48,45 @@ class Spec(BaseModel):
                 if key not in known:
                     raise PydanticCustomError("unknown_key", "{key}|{hint}", {"key": str(key), "hint": did_you_mean(str(key), known)})
         return data
+
+    @classmethod
+    def short_schema(cls, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the JSON Schema of the short form that the spec is also read from, given those of its fields; None where it has none."""
+        return None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core)
+        full = handler.resolve_ref_schema(schema)
+        fields = full.get("properties", {})
+        for name, text in field_comments(cls).items():
+            fields[cls.model_fields[name].alias or name].setdefault("description", text)
+        if short := cls.short_schema(fields):
+            whole = dict(full)
+            full.clear()
+            full["anyOf"] = [short, whole]
+        return schema
+
+
+@lru_cache
+def field_comments(spec: type[BaseModel]) -> dict[str, str]:
+    """Return what the comments behind or above the fields of a spec say: the one place where a field is explained. Not all have one."""
+    found: dict[str, str] = {}
+    for base in reversed(spec.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(base)) if issubclass(base, Spec) else ""
+        except (OSError, TypeError):  # a generic that pydantic made has no source of its own
+            continue
+        tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
+        behind = {t.start[0]: t.string.lstrip("# ") for t in tokens if not t.line.lstrip().startswith("#")}
+        alone = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.line.lstrip().startswith("#")}
+        for line in ast.walk(ast.parse(source)):
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                above = itertools.takewhile(alone.__contains__, range(line.lineno - 1, 0, -1))
+                text = behind.get(line.end_lineno or 0) or " ".join(reversed([alone[n] for n in above]))
+                if text:
+                    found[line.target.id] = text
+    return {name: text for name, text in found.items() if name in spec.model_fields}
 
 
 def problem(expected: str, got: str, fix: str = "") -> PydanticCustomError:

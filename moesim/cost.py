@@ -4,7 +4,7 @@ It must not know schedules beyond their ``Work`` rows, nor any policy. Equations
 Williams, Waterman and Patterson, CACM 2009):
 
 - device:  latency = kernels * launch (at most ``kernels_per_task`` where a task is one graph);  V = bytes touched;  cap = min(memory_efficiency * channel, V / (flops / effective peak),
-  dequantisation rate).  Without bytes the flops are part of the fixed latency.
+  dequantisation rate of weights that need it).  Without bytes the flops are part of the fixed latency.
 - link:    latency = operations * latency;  V = payload;  cap = efficiency * channel; it also draws on both tiers.
   A measured task time (``kernel_table.py``) takes the place of all that: V = bytes touched, cap = V / time.
 - storage: n = requests;  latency = ceil(n / depth) * latency;  V = payload;  cap = curve(request size, depth) net of that latency, so
@@ -18,6 +18,7 @@ Williams, Waterman and Patterson, CACM 2009):
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from moesim.errors import InputError, did_you_mean
 from moesim.hardware import HardwareProfile
 from moesim.kernel_table import KernelTable
+from moesim.precision import FORMATS
 from moesim.schedule import Fragment, Work
 from moesim.sharing import ceil_ps
 
@@ -56,7 +58,7 @@ class Costs:
         return self.latency_ps + flow[which]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Price:
     """Cost of one Work: seconds, volume units, volume units/s, channel units per volume unit."""
 
@@ -87,12 +89,20 @@ class CostModel:
     hardware : HardwareProfile
         The machine, already derated for the run (claim B1).
     jitter : float
-        Relative spread of task times: each task is slowed by exp(|N(0, jitter)|), drawn from ``rng`` in task order.
+        Relative spread of task times: each task is slowed by ``exp(|N(0, jitter)|)``, drawn from ``rng`` in task order.
     rng : numpy Generator, optional
         Required where ``jitter`` is positive.
+    taken : dict
+        Shares of channels that others take: flows meet what is left.
     """
 
-    def __init__(self, hardware: HardwareProfile, jitter: float = 0.0, rng: np.random.Generator | None = None) -> None:
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        jitter: float = 0.0,
+        rng: np.random.Generator | None = None,
+        taken: Mapping[str, float] | None = None,
+    ) -> None:
         if jitter > 0 and rng is None:
             raise InputError("jitter", expected="a random generator beside it", got="none")
         self.hardware, self.jitter, self.rng = hardware, jitter, rng
@@ -100,6 +110,7 @@ class CostModel:
         self.channels = tuple(capacities)
         self._row = {name: i for i, name in enumerate(self.channels)}
         self.capacity = np.array(list(capacities.values()), np.float64)
+        self._offered = self.capacity * [1.0 - (taken or {}).get(name, 0.0) for name in self.channels]
         self._prices: dict[Work, Price] = {}
         self._devices: dict[tuple[str, str], _Device] = {}
         self._tables = {name: KernelTable(device.kernels) for name, device in hardware.devices.items() if device.kernels}
@@ -113,25 +124,29 @@ class CostModel:
         """Return the cost of one work; equal works are priced once."""
         found = self._prices.get(work)
         if found is None:
-            hw = self.hardware
-            if work.resource in hw.devices:
-                found = self._device(work)
-            elif work.resource in hw.links:
-                found = self._link(work)
-            elif work.resource in hw.storage:
-                found = self._storage(work)
-            else:
-                known = [*hw.devices, *hw.links, *hw.storage]
-                raise InputError(
-                    f"resource of hardware {hw.name}",
-                    expected="one it has",
-                    got=f'"{work.resource}"',
-                    fix=did_you_mean(work.resource, known),
-                )
-            if work.resource in self._unit and found.volume > 0:
-                found = self._beside_others(work.resource, found)
-            self._prices[work] = found
+            found = self._prices[work] = self._priced(work)
         return found
+
+    def _priced(self, work: Work) -> Price:
+        hw = self.hardware
+        if work.resource in hw.devices:
+            found = self._device(work)
+        elif work.resource in hw.links:
+            found = self._link(work)
+        elif work.resource in hw.storage:
+            found = self._storage(work)
+        else:
+            known = [*hw.devices, *hw.links, *hw.storage]
+            raise InputError(
+                f"resource of hardware {hw.name}", expected="one it has", got=f'"{work.resource}"', fix=did_you_mean(work.resource, known)
+            )
+        return self._beside_others(work.resource, found) if work.resource in self._unit and found.volume > 0 else found
+
+    def alone_s(self, work: Work) -> float:
+        """Return how long one work takes with every channel to itself, seconds."""
+        price = self.price(work)
+        limits = [c / s for c, s in zip(self.capacity.tolist(), price.shares, strict=True) if s > 0]
+        return price.latency_s + (price.volume / min([price.cap, *limits]) if price.volume > 0 else 0.0)
 
     def _beside_others(self, lane: str, price: Price) -> Price:
         """The same cost in the unit of a lane that interferes with others, and its draw on what it shares with them."""
@@ -145,10 +160,13 @@ class CostModel:
 
     def costs(self, fragment: Fragment) -> Costs:
         """Return the costs of a fragment's tasks."""
-        prices = [self.price(w) for w in fragment.works]
+        known = self._prices.get
+        prices = [known(work) or self._priced(work) for work in fragment.works]
+        self._prices = dict(zip(fragment.works, prices, strict=True))  # what recurs does so in the next fragment; a long run has many others
         rows = fragment.work.astype(np.intp)  # once, else every gather converts them
-        latency_s, volume, cap = (np.array([getattr(p, name) for p in prices], np.float64) for name in ("latency_s", "volume", "cap"))
-        shares = np.array([p.shares for p in prices], np.float64).reshape(len(prices), len(self.channels))
+        table = np.array([(p.latency_s, p.volume, p.cap, *p.shares) for p in prices], np.float64)
+        latency_s, volume, cap = (column.copy() for column in table.T[:3])
+        shares = np.ascontiguousarray(table[:, 3:])
         latency_ps = np.array([ceil_ps(x) for x in latency_s.tolist()], np.int64)[rows]
         if self.jitter > 0 and self.rng is not None:
             factor = np.exp(np.abs(self.rng.normal(0.0, self.jitter, len(rows))))
@@ -159,7 +177,7 @@ class CostModel:
         handoffs_ps = self._handoffs_ps(fragment)
         if handoffs_ps is not None:
             latency_ps += handoffs_ps
-        return Costs(self.channels, self.capacity, latency_ps, volume, cap, shares)
+        return Costs(self.channels, self._offered, latency_ps, volume, cap, shares)
 
     def _handoffs_ps(self, fragment: Fragment) -> NDArray[np.int64] | None:
         """What it takes tasks to begin whose latest constraint, of their own step, is a task of another lane, (N,); None where lanes hand over at once."""
@@ -216,7 +234,8 @@ class CostModel:
         device = self._machine(work.resource, work.compute if work.flops > 0 else "")
         measured = self._measured_s(work)
         if measured is not None:
-            volume = float(work.weight_bytes + work.state_bytes)
+            measured += work.adapter_bytes / device.stream_cap  # tables know the kernels of the weights alone
+            volume = float(work.weight_bytes + work.state_bytes + work.adapter_bytes)
             row = self._row[self._channel(self.hardware.devices[work.resource].tier)]
             shares = [0.0] * len(self.channels)
             shares[row] = min(1.0, self.capacity[row] * measured / volume)  # what lies in caches draws less
@@ -225,13 +244,13 @@ class CostModel:
         flops = work.flops
         if device.bucket and work.tokens:  # static shapes: rows are padded to the bucket
             flops *= math.ceil(work.tokens / device.bucket) * device.bucket / work.tokens
-        volume = float(work.weight_bytes + work.state_bytes)
+        volume = float(work.weight_bytes + work.state_bytes + work.adapter_bytes)
         if volume == 0.0:
             return Price(latency + flops / device.flops_per_s, 0.0, math.inf, self._shares())
         cap = device.stream_cap
         if flops > 0:
             cap = min(cap, volume / (flops / device.flops_per_s))
-        if work.weight_bytes:
+        if work.weight_bytes and work.weights in FORMATS and FORMATS[work.weights].dequantised:
             cap = min(cap, device.dequant_bytes_per_s * volume / work.weight_bytes)
         return Price(latency, volume, cap, device.shares)
 

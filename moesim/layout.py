@@ -1,4 +1,4 @@
-"""Owns the layout: which device runs each part, which tier holds it, how large each expert pool is, and the ledger of it all.
+"""Owns the layout: which tier holds each part, how large each expert pool is, and the ledger of it all.
 
 A layout is a scenario with every "as many as fit" decided. It knows the shape of the workload (tokens per step, context)
 but no trace: which experts a pool holds is decided by the planner.
@@ -6,6 +6,7 @@ but no trace: which experts a pool holds is decided by the planner.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,8 @@ from moesim.errors import InputError, did_you_mean
 from moesim.hardware import HardwareProfile, kind
 from moesim.ledger import Capacity, Ledger, Line, blocks, largest, spread
 from moesim.model import ModelSpec
-from moesim.precision import PrecisionPlan, resolve_layers
+from moesim.places import Places
+from moesim.precision import PrecisionPlan
 from moesim.scenario import Pool, Scenario
 from moesim.units import parse_bytes
 
@@ -34,8 +36,8 @@ class PoolPlan:
     transient_bytes: int
 
 
-class Layout:
-    """A scenario's parts on a machine.
+class Layout(Places):
+    """A scenario's parts on a machine; see ``Places`` for where each is computed.
 
     Parameters
     ----------
@@ -52,41 +54,9 @@ class Layout:
     """
 
     def __init__(self, scenario: Scenario, model: ModelSpec, plan: PrecisionPlan, hardware: HardwareProfile) -> None:
-        self.scenario, self.model, self.plan, self.hardware = scenario, model, plan, hardware
-        placement = scenario.placement
-        attention = placement.attention or ("gpu" if "gpu" in hardware.devices else "cpu")
-        experts = placement.experts or attention
-        for field, device in (("attention", attention), ("experts", experts)):
-            self._device(device, f"placement.{field}")
-        n = model.n_layers
-        self.attention_device = [attention] * n
-        self.shared_device = [attention] * n
-        self.expert_device = [experts] * n
-        tables = {"attention": self.attention_device, "shared_expert": self.shared_device, "routed_experts": self.expert_device}
-        for i, rule in enumerate(placement.layers):
-            self._device(rule.device, f"placement.layers.{i}.device")
-            try:
-                layers = resolve_layers(rule.layers, n)
-            except InputError as error:
-                raise error.under(f"placement.layers.{i}") from None
-            for layer in layers:
-                tables[rule.part][layer] = rule.device
-                if rule.part == "attention":
-                    self.shared_device[layer] = rule.device
-        self.head_device = attention
-        self.moe_layers = model.moe_layers
-        self.matrix_bytes = [self._padded(model.expert_matrix_bytes(plan, layer)) for layer in range(n)]
+        super().__init__(scenario, model, plan, hardware)
+        self.matrix_bytes = [self._padded(model.expert_matrix_bytes(plan, layer)) for layer in range(model.n_layers)]
         self.expert_bytes = [sum(sizes.values()) for sizes in self.matrix_bytes]
-        self.in_place = placement.site == "in-place"
-        if self.in_place and "cpu" not in hardware.devices:
-            raise InputError("placement.site", expected='"fetch" on a machine without a CPU device', got='"in-place"')
-        for part in ("embeddings", "lookup"):
-            tier = getattr(placement, part)
-            if tier and tier not in hardware.tiers:
-                raise InputError(
-                    f"placement.{part}", expected="a tier of the machine", got=f'"{tier}"', fix=did_you_mean(tier, hardware.tiers)
-                )
-        self._check_formats()
         if scenario.memory.kv_from_experts and scenario.memory.kv == "maximum":
             raise InputError(
                 "memory.kv", expected="live or paged with kv_from_experts", got="maximum", fix="a cache at its maximum never grows"
@@ -94,7 +64,7 @@ class Layout:
         if (
             scenario.prefetch.on
             and scenario.prefetch.into == "buffers"
-            and len({self.tier_of(self.expert_device[x]) for x in self.moe_layers}) > 1
+            and len({self.tier_of(device) for x in self.moe_layers for device in self.owners[x]}) > 1
         ):
             raise InputError("prefetch.into", expected="cache, where experts run from several tiers", got="buffers")
         work = scenario.workload
@@ -111,59 +81,6 @@ class Layout:
         padding = -sum(sizes.values()) % io.align
         return {name: size + (padding if i == len(sizes) - 1 else 0) for i, (name, size) in enumerate(sizes.items())}
 
-    def _device(self, name: str, field: str) -> None:
-        if name not in self.hardware.devices:
-            fix = did_you_mean(name, self.hardware.devices)
-            raise InputError(field, expected=f"a device of {self.hardware.name}", got=f'"{name}"', fix=fix)
-
-    def _check_formats(self) -> None:
-        for part, devices in (("attention", self.attention_device), ("routed_experts", self.expert_device)):
-            for layer in self.moe_layers or range(self.model.n_layers):
-                compute = self.plan.format(part, layer).compute
-                device = self.hardware.devices[devices[layer]]
-                if device.compute_format(compute) is None:
-                    raise InputError(f"precision.{part}", expected=f"a format whose arithmetic ({compute}) the {devices[layer]} of {self.hardware.name} can do",
-                                     got=self.plan.format(part, layer).name, fix="choose another format or another device")  # fmt: skip
-
-    # ---- tiers
-
-    def tier_of(self, device: str) -> str:
-        """Return the tier that a device computes from."""
-        return self.hardware.devices[device].tier
-
-    @cached_property
-    def main_tier(self) -> str:
-        """RAM, or the unified memory."""
-        return next(t for t in self.hardware.tiers if kind(t) in ("ram", "unified"))
-
-    @cached_property
-    def disk(self) -> str:
-        """The storage device that holds the model file, or empty where the machine has none."""
-        return next(iter(self.hardware.storage), "")
-
-    def chain(self, device: str) -> tuple[str, ...]:
-        """Return the memory tiers through which an expert reaches a device, nearest first, storage left out."""
-        top = self.tier_of(device)
-        return (top,) if top == self.main_tier else (top, self.main_tier)
-
-    def _layers_on(self, tier: str) -> tuple[int, ...]:
-        """MoE layers whose experts pass through a tier."""
-        out = []
-        for layer in self.moe_layers:
-            tiers = self.chain(self.expert_device[layer])
-            if tier in tiers:
-                out.append(layer)
-        return tuple(out)
-
-    def link(self, source: str, target: str) -> str:
-        """Return the link between two tiers."""
-        for name, link in self.hardware.links.items():
-            if (link.source, link.target) == (source, target):
-                return name
-        raise InputError(
-            f"hardware {self.hardware.name}", expected=f"a link from {source} to {target}", got=", ".join(self.hardware.links) or "no links"
-        )
-
     # ---- pools
 
     def _plan_pools(self) -> None:
@@ -173,17 +90,25 @@ class Layout:
             if tier not in self.hardware.tiers:
                 fix = did_you_mean(tier, self.hardware.tiers)
                 raise InputError(f"placement.pools.{tier}", expected=f"a tier of {self.hardware.name}", got=f'"{tier}"', fix=fix)
-        tops = dict.fromkeys(self.tier_of(self.expert_device[layer]) for layer in self.moe_layers)
+        tops = dict.fromkeys(self.tier_of(device) for layer in self.moe_layers for device in self._devices_on(layer))
         order = [*(t for t in tops if t != self.main_tier), self.main_tier]
-        above: dict[int, int] = {}  # layer -> experts that an upper static pool keeps for good
+        above: Counter[int] = Counter()  # by layer: experts that upper static pools keep for good
         for tier in order:
             layers = self._layers_on(tier)
             if not layers:
                 continue
             spec = stated.get(tier, Pool())
-            self.pools[tier] = self._pool(tier, spec, layers, [self.model.n_experts - above.get(layer, 0) for layer in layers])
+            main = tier == self.main_tier
+            most = [self.model.n_experts - above[layer] if main else self._owned(layer, tier) for layer in layers]
+            if not main and 0 in most and spec.policy != "static":
+                raise InputError(
+                    f"placement.pools.{tier}.policy",
+                    expected="static, where some layers only pass through, in streamed steps",
+                    got=spec.policy,
+                )
+            self.pools[tier] = self._pool(tier, spec, layers, most)
             if self.keeps(spec) and spec.scope == "layer":  # how many of each layer a global pool takes depends on the trace
-                above.update(zip(layers, self.pools[tier].counts, strict=True))
+                above.update(dict(zip(layers, self.pools[tier].counts, strict=True)))
         self._check_inclusive()
 
     def keeps(self, spec: Pool) -> bool:
@@ -195,20 +120,20 @@ class Layout:
         below = self.pools.get(self.main_tier)
         if below is None or below.spec.policy == "static" or not below.spec.inclusive:
             return
-        for tier, above in self.pools.items():
-            if tier == self.main_tier or self.keeps(above.spec):
-                continue
-            n = self.model.n_experts
-            held = dict(zip(below.layers, below.counts, strict=True))
-            most = dict(zip(above.layers, above.counts, strict=True))
-            if above.spec.scope == "global":
-                most = {layer: above.bytes // self.expert_bytes[layer] for layer in above.layers}
-            short = any(held[layer] < min(most[layer] + 1, n) for layer in above.layers)
-            if below.spec.scope == "global":
-                short = below.bytes <= above.bytes and any(c < n for c in below.counts)
-            if short:
-                raise InputError(f"placement.pools.{self.main_tier}.hold", expected=f"more experts than {tier} holds, as it is inclusive of {tier}",
-                                 got=f"{below.bytes} bytes below {above.bytes}", fix="hold more, or set inclusive: false")  # fmt: skip
+        uppers = [pool for tier, pool in self.pools.items() if tier != self.main_tier and not self.keeps(pool.spec)]
+        held = dict(zip(below.layers, below.counts, strict=True))
+        most: Counter[int] = Counter()
+        for pool in uppers:
+            for layer, count in zip(pool.layers, pool.counts, strict=True):
+                most[layer] += pool.bytes // self.expert_bytes[layer] if pool.spec.scope == "global" else count
+        short = any(held[layer] < min(count + 1, self.model.n_experts) for layer, count in most.items())
+        above_bytes = sum(pool.bytes for pool in uppers)
+        if uppers and below.spec.scope == "global":
+            short = below.bytes <= above_bytes and any(c < self.model.n_experts for c in below.counts)
+        if short:
+            tiers = " and ".join(pool.tier for pool in uppers)
+            raise InputError(f"placement.pools.{self.main_tier}.hold", expected=f"more experts than {tiers} holds, as it is inclusive of {tiers}",
+                             got=f"{below.bytes} bytes below {above_bytes}", fix="hold more, or set inclusive: false")  # fmt: skip
 
     def _pool(self, tier: str, spec: Pool, layers: tuple[int, ...], most: list[int]) -> PoolPlan:
         sizes = [self.expert_bytes[layer] for layer in layers]
@@ -218,7 +143,7 @@ class Layout:
             raise InputError(
                 f"{where}.refresh_tokens", expected="0, or policy static", got=f"{spec.refresh_tokens} with policy {spec.policy}"
             )
-        slots, transient = self._transient(tier, spec, sizes, hold_all=spec.hold == "all")
+        slots, transient = self._transient(tier, spec, sizes)
         shrinks = self.scenario.memory.kv_from_experts and tier in self.kv_tiers
         counts: list[int]
         hold = spec.hold
@@ -233,7 +158,7 @@ class Layout:
         else:
             if hold == "fit":
                 budget = Ledger(tuple(self._lines(self.context_tokens)), self.capacities).left_bytes(tier)
-                if budget >= everything and not shrinks:
+                if budget >= everything and not shrinks and not self._streams(tier):
                     transient = slots = 0
                 budget -= transient
                 if spec.policy != "static":  # a cache needs some room, whether the tier has it or not: the ledger then says what is missing
@@ -253,7 +178,7 @@ class Layout:
             counts = spread(budget, sizes, most)
         used = sum(c * s for c, s in zip(counts, sizes, strict=True))
         if all(c == m for c, m in zip(counts, most, strict=True)):
-            if not shrinks:
+            if not shrinks and not self._streams(tier):
                 transient = slots = 0
         elif spec.policy != "static" and (
             used < max(sizes) if spec.scope == "global" else any(c == 0 < m for c, m in zip(counts, most, strict=True))
@@ -269,16 +194,22 @@ class Layout:
             raise InputError(f"{where}.hold", expected="all experts, as the machine has no storage", got=str(hold))
         return PoolPlan(tier, spec, layers, tuple(counts), used, slots, transient)
 
-    def _transient(self, tier: str, spec: Pool, sizes: Sequence[int], hold_all: bool) -> tuple[int, int]:
-        """Slots for misses of a pool that does not admit them, and for prefetches into it."""
-        if hold_all or spec.policy != "static" or self.in_place and tier != self.main_tier:
+    def _streams(self, tier: str) -> bool:
+        """Whether layers are streamed to a device of a tier."""
+        return any(device and self.tier_of(device) == tier for device in map(self.streamed_to, self.moe_layers))
+
+    def _transient(self, tier: str, spec: Pool, sizes: Sequence[int]) -> tuple[int, int]:
+        """Slots for misses of a pool that does not admit them, for prefetches into it, and for whole layers that are streamed."""
+        if spec.policy != "static":
             return 0, 0
-        prefetch = self.scenario.prefetch
-        into_buffers = prefetch.on and prefetch.into == "buffers"
-        if into_buffers and any(tier == self.tier_of(self.expert_device[x]) for x in self.moe_layers):
+        prefetch, streams = self.scenario.prefetch, self._streams(tier)
+        if not streams and (spec.hold == "all" or self.scenario.placement.site == "in-place" and tier != self.main_tier):
+            return 0, 0
+        if prefetch.on and prefetch.into == "buffers" and any(tier == self.tier_of(self.expert_device[x]) for x in self.moe_layers):
             return 0, 0
         ahead = prefetch.distance if prefetch.on else 0
-        slots = spec.transient_slots or min(self.model.top_k * (1 + ahead), self.model.n_experts)
+        usual = self.model.n_experts if streams else min(self.model.top_k * (1 + ahead), self.model.n_experts)
+        slots = spec.transient_slots or usual
         return slots, slots * max(sizes)
 
     # ---- ledger
@@ -292,6 +223,15 @@ class Layout:
     def kv_tiers(self) -> tuple[str, ...]:
         """Tiers that hold a KV cache: those of the attention devices."""
         return tuple(dict.fromkeys(self.tier_of(device) for device in self.attention_device))
+
+    def kv_of_sequence(self, tier: str) -> tuple[int, int]:
+        """Bytes of one sequence in a tier: per token of context, and whatever the context is (windows, recurrent states)."""
+        model, most = self.model, self.context_tokens
+        kinds, states_bytes = self._kv_kinds[tier]
+        grows = sum(size for layer, size in kinds if model.kv_tokens(layer, 2**40) == 2**40)
+        return grows, states_bytes + sum(
+            min(model.kv_tokens(layer, 2**40), most) * size for layer, size in kinds if model.kv_tokens(layer, 2**40) < 2**40
+        )
 
     def kv_bytes(self, tier: str, context_tokens: int) -> int:
         """Bytes of the KV cache (and recurrent state) of all sequences in one tier at a context."""
@@ -333,6 +273,8 @@ class Layout:
         if crossing:
             batch = self.scenario.workload.batch
             tokens = -(-batch // min(pipeline.micro_batches, batch)) * (self.most_tokens // batch)
+            if self.scenario.serving is not None:  # one sequence's prompt may fill a step
+                tokens = self.most_tokens
             size = pipeline.queue_depth * tokens * self.model.hidden_size * 2
             ends = [{self.tier_of(device[x]) for x in crossing} for device in (self.expert_device, self.attention_device)]
             for tier in self.capacities:
@@ -360,6 +302,8 @@ class Layout:
                 sizes[where] = sizes.get(where, 0) + model.part_bytes(plan, part, layer)
             where = ("shared expert", self.tier_of(self.shared_device[layer]))
             sizes[where] = sizes.get(where, 0) + model.part_bytes(plan, "shared_expert", layer)
+            where = ("adapters", self.tier_of(self.expert_device[layer]))
+            sizes[where] = sizes.get(where, 0) + model.adapter_bytes(plan, layer)
         for (part, tier), size in sizes.items():
             add(f"weights: {part}", tier, "weights", size)
         outside = sum(model.part_bytes(plan, part, -1) for part in _PARTS_WITH_ATTENTION)
@@ -376,6 +320,8 @@ class Layout:
             )
         for tier in self.kv_tiers:
             add("KV cache", tier, "kv", *self._kv_line(tier, context_tokens))
+        if self.scenario.serving is not None:
+            add("KV swap space", self.main_tier, "buffers", self.scenario.serving.swap, "assumed", "stated by the scenario")
         out += self.buffer_lines()
         workspace, basis, note = memory.workspace, "assumed", "stated by the scenario"
         if workspace is None:

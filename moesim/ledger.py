@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moesim.html_table import html_table
+from moesim.units import show
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -92,6 +95,11 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({', '.join(f'{t}: {self.planned_bytes(t)} of {c.usable_bytes} bytes' for t, c in self.capacities.items())})"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, ...]] = [(x.tier, x.name, show(x.bytes, "bytes"), x.basis, x.note) for x in self.lines if x.bytes]
+        rows += [(tier, "left", show(self.left_bytes(tier), "bytes"), "", "") for tier in self.capacities]
+        return html_table("memory plan: " + ("fits" if self.fits else "does not fit"), rows, ("tier", "line", "size", "basis", "note"))
 
 
 def blocks(tokens: int, block_tokens: int) -> int:

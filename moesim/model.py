@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, model_validator
 
 from moesim.architecture import FullAttention, LinearAttention, MlaAttention, ModelFacts
 from moesim.errors import InputError, did_you_mean
+from moesim.html_table import html_table
 from moesim.model_tensors import TensorSpec, synthesise
 from moesim.precision import PARTS, PrecisionPlan, refuse
 
@@ -144,6 +145,19 @@ class ModelSpec(ModelFacts):
         """Bytes of one routed expert in one layer, all its matrices; 0 in a layer without experts."""
         return sum(self.expert_matrix_bytes(plan, layer).values())
 
+    def adapter_bytes(self, plan: PrecisionPlan, layer: int | None = None) -> int:
+        """Bytes of the low-rank adapters of one layer's experts, or of all layers' with None; 0 without adapters."""
+        if plan.adapters is None:
+            return 0
+        if layer is None:
+            return sum(self.adapter_bytes(plan, i) for i in self.moe_layers)
+        return 2 * self.adapter_params(plan, layer) * min(plan.adapters.experts or self.n_experts, self.n_experts)
+
+    def adapter_params(self, plan: PrecisionPlan, layer: int) -> int:
+        """Parameters of the adapters of one expert of a layer; 0 without adapters."""
+        shapes = [t for t in self._at(layer, "routed_experts") if not t.matrix.endswith("_bias")]
+        return sum(plan.adapters.params(t.rows, t.cols) for t in shapes) if plan.adapters is not None else 0
+
     def lookup_bytes_per_token(self, plan: PrecisionPlan) -> int:
         """Bytes that one token reads from the lookup tables."""
         total = 0
@@ -255,6 +269,16 @@ class ModelSpec(ModelFacts):
         layers = f"{self.n_layers} layers" + (f" ({len(self.moe_layers)} MoE)" if some else "")
         size = f"{self.params_total / 1e9:.3g} B parameters, {self.params_active / 1e9:.3g} B active"
         return f"<ModelSpec {self.name}: {size}, {layers}, {self.n_experts} experts top-{self.top_k}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("parameters", f"{self.params_total / 1e9:.4g} B, {self.params_active / 1e9:.3g} B of them active"),
+            ("layers", f"{self.n_layers}, of them {len(self.moe_layers)} with experts"),
+            ("experts", f"{self.n_experts}, top-{self.top_k}, {self.expert_params(self.moe_layers[0]) / 1e6:.3g} M parameters each"),
+            ("hidden size", f"{self.hidden_size:,}"),
+            ("context", "not stated" if self.max_context is None else f"{self.max_context:,} tokens"),
+        ]
+        return html_table(self.name, rows)
 
     __str__ = __repr__
 

@@ -17,12 +17,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moesim.config import Document, Spec, build, problem
+from moesim.config import Document, Spec, build, content_hash, problem, read_yaml
 from moesim.errors import InputError, did_you_mean
+from moesim.stated_quality import StatedQuality, find_published
 
 Part = Literal[
     "attention", "router", "shared_expert", "routed_experts", "dense_ffn", "embeddings", "head", "norms", "kv", "lookup", "vision"
@@ -89,6 +91,11 @@ class Format:
     def quantised(self) -> bool:
         """True below 16 bits per weight."""
         return self.bits_per_weight < 16
+
+    @property
+    def dequantised(self) -> bool:
+        """True where weights are turned into the numbers of the arithmetic before they are multiplied (claim Q9)."""
+        return self.quantised and (self.kind == "gguf" or self.compute in ("fp16", "bf16"))
 
 
 def _formats() -> dict[str, Format]:
@@ -157,7 +164,7 @@ def _check_name(value: str) -> str:
     return found.name
 
 
-FormatName = Annotated[str, AfterValidator(_check_name)]
+FormatName = Annotated[str, AfterValidator(_check_name), Field(json_schema_extra={"examples": ["bf16", "int8", "int4-g32", "q4_k_m"]})]
 
 _ITEM = re.compile(r"(?P<all>all)|(?P<from>\d{1,6})-(?P<to>\d{1,6})?|every (?P<every>\d{1,6}) from (?P<start>\d{1,6})|(?P<one>\d{1,6})")
 
@@ -244,6 +251,20 @@ class PrecisionOverride(Spec):
     matrix: str | None = None
 
 
+class Adapters(Spec):
+    """Low-rank corrections beside quantised experts: rank x (rows + cols) values in bf16 for each of their matrices.
+
+    ``experts`` is how many of each layer have one, the most routed first (null: all). They lie beside the shared weights, always in memory.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=4096)]
+    experts: Annotated[int, Field(ge=1, le=100_000)] | None = None
+
+    def params(self, rows: int, cols: int) -> int:
+        """Values that correct one matrix."""
+        return self.rank * (rows + cols)
+
+
 class PrecisionPlan(CachedSpec):
     """Which format each part of each layer is kept in.
 
@@ -252,6 +273,9 @@ class PrecisionPlan(CachedSpec):
     like the default under a float of 16 or 32 bits; ``kv`` and ``vision`` are fp16. Vectors of experts (``gate_bias`` ...) and
     the recurrent state of linear attention (part kv, matrix ``state``) are never quantised by a part's format: the former follow
     ``norms``, the latter is fp32, unless an override names that matrix.
+
+    ``rounding`` says how values were chosen when the weights were quantised, which changes no byte: to nearest, with the range of each group
+    clipped for the least squared error, or activation-aware. ``quality`` is what is known of the loss (``stated_quality.py``).
     """
 
     default: FormatName
@@ -267,11 +291,18 @@ class PrecisionPlan(CachedSpec):
     lookup: FormatName | None = None
     vision: FormatName | None = None
     overrides: Annotated[tuple[PrecisionOverride, ...], BeforeValidator(as_tuple), Field(max_length=100_000)] = ()
+    rounding: Literal["nearest", "clip", "aware"] = "nearest"
+    adapters: Adapters | None = None
+    quality: StatedQuality | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, data: Any) -> Any:
         return {"default": data} if isinstance(data, str) else data
+
+    @classmethod
+    def short_schema(cls, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        return dict(fields["default"])
 
     @cached_property
     def memo(self) -> dict[tuple[str, int, str], Format]:
@@ -326,6 +357,23 @@ class PrecisionPlan(CachedSpec):
         named: Iterable[str | None] = [self.default, *(getattr(self, part) for part in PARTS), *(o.format for o in self.overrides)]
         return tuple(sorted({name for name in named if name is not None}))
 
+    @property
+    def hash(self) -> str:
+        """What tells plans apart that store or round anything differently; what is stated of their quality does not count."""
+        return content_hash(self.model_dump(mode="json", exclude={"quality"}))
+
+    def known_quality(self, model: str) -> StatedQuality | None:
+        """Return what is measured or published of this plan for a model of that name, or None: then it is unknown.
+
+        A measured figure holds for the very plan that was measured, a published one for large matrices all in one format.
+        """
+        stated = self.quality
+        if stated is not None:
+            return stated if stated.model == model and (stated.basis == "published" or stated.plan_hash == self.hash) else None
+        plain = self.rounding == "nearest" and self.adapters is None and not self.overrides
+        names = {self.format(part, 0).name for part in ("attention", "routed_experts")}
+        return find_published(model, names.pop()) if plain and len(names) == 1 else None
+
     def check_layers(self, n_layers: int) -> None:
         """Refuse, with an InputError, overrides that name a layer which a model of ``n_layers`` layers does not have."""
         for i, o in enumerate(self.overrides):
@@ -356,15 +404,26 @@ def _item_contains(item: str, layer: int) -> bool:
     return layer >= int(match["from"]) and (match["to"] is None or layer <= int(match["to"]))
 
 
-def plan_from(value: PrecisionPlan | str | Mapping[str, Any], where: str = "") -> PrecisionPlan:
-    """Return a plan from a plan, a format name (``"Q4_K"``: that format as the default), or a mapping of its fields.
+def plan_from(value: PrecisionPlan | str | Mapping[str, Any], where: str = "", base: Path | None = None) -> PrecisionPlan:
+    """Return a plan from a plan, a format name (``"Q4_K"``: that format as the default), a YAML file, or a mapping of its fields.
+
+    Parameters
+    ----------
+    value : PrecisionPlan, str or Mapping
+    where : str
+        Where it was written, for messages.
+    base : Path, optional
+        Folder that relative names of files are also tried in.
 
     Raises
     ------
     InputError
-        For an unknown format, part or key, with ``where``.
+        For an unknown format, part or key, with ``where``; for a file with its own place.
     """
     if isinstance(value, PrecisionPlan):
         return value
+    if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+        path = Path(value) if base is None or Path(value).is_file() else base / value
+        return build(PrecisionPlan, read_yaml(path))
     data = {"default": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else value
     return build(PrecisionPlan, Document(data, where or "precision"))

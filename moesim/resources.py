@@ -14,6 +14,7 @@ _SUFFIXES = {
     "scenarios": ".yaml",
     "scenarios/sweeps": ".yaml",
     "scenarios/needs": ".yaml",
+    "scenarios/serving": ".yaml",
     "traces": ".npz",
 }
 

@@ -58,7 +58,9 @@ class Rule(Spec):
     flags: Annotated[tuple[str, ...], Field(strict=False)] = ()  # any of these run options
     flash: bool | None = None
     latent: bool | None = None  # multi-head latent attention
-    kv_quantised: bool | None = None
+    kv: str = ""  # pattern of the cache's format
+    head_not: int = 0  # any width of an attention head but this
+    room_twice: bool | None = None  # main memory holds the weights twice
     mixed: bool | None = None  # GPU and CPU take turns within a step
     gpu: str = ""  # pattern of the card's name
     quant: str = ""  # pattern of the quantisation's name
@@ -73,7 +75,9 @@ class Rule(Spec):
             and (not self.flags or bool(run.flags & set(self.flags)))
             and self.flash in (None, run.flash)
             and self.latent in (None, run.latent)
-            and self.kv_quantised in (None, run.kv_quantised)
+            and self.room_twice in (None, run.room_twice)
+            and (not self.kv or bool(re.search(self.kv, run.kv)))
+            and (not self.head_not or run.head != self.head_not)
             and self.mixed in (None, run.mixed)
             and (not self.gpu or bool(re.search(self.gpu, run.gpu)))
             and (not self.quant or bool(re.search(self.quant, run.quant)))
@@ -98,13 +102,13 @@ class Runtime(Spec):
     latent_prompt: Rules  # expanded | absorbed: whether prompts see whole heads or the latent, which takes more arithmetic
     launch: Rules  # the rate of one kernel's launch and drain
     norms: Rules  # fused | apart: whether norms of queries and keys and of router weights run inside other kernels
-    gpu_attention: Rules  # vector | on-the-fly | tensor | unfused
+    gpu_attention: Rules  # vector | on-the-fly | tensor | unfused | none: no kernel for this cache, the CPU computes it
     cpu_attention: Rules  # blocked | unfused | serial
-    cpu_decode: Rules  # the rate factor of matrix times vector on the CPU
     cpu_prefill: Rules  # the rate factor of matrix times matrix on the CPU
     prompt_products: Rules  # together | one-by-one | gathered: kernels of a prompt's expert products on the GPU
     prefill_experts: Rules  # gpu | cpu: where experts in main memory are computed once a batch is large
     copy_from_tokens: int = 32  # the smallest batch for which experts are copied to the GPU
+    numa: Rules  # yes | no: whether threads and pages are spread over the sockets on purpose
     pinned: Rules  # yes | no: whether weights in main memory lie in pages that the GPU copies from directly
 
     def choose(self, field: str, run: RunFacts) -> str:
@@ -122,7 +126,9 @@ class RunFacts:
     flags: frozenset[str] = frozenset()
     flash: bool = True
     latent: bool = False
-    kv_quantised: bool = False
+    kv: str = "f16"
+    head: int = 128
+    room_twice: bool = False
     mixed: bool = False
     gpu: str = ""
     quant: str = ""

@@ -6,14 +6,19 @@ mean for bytes is ``layout.py``'s business, what they mean for the order of work
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from moesim import config, resources
 from moesim.config import Document, Spec, problem
+from moesim.errors import did_you_mean
+from moesim.policies.eviction import CACHE_POLICIES
+from moesim.policies.prefetch import PREDICTORS
 from moesim.precision import LayerSet
+from moesim.serving_spec import Serving
 from moesim.units import Bytes, Seconds
 
 MOST = 2**40  # of anything that is counted; a product of two such sizes is a mistake, and would pass 64 bits
@@ -23,6 +28,27 @@ Natural = Annotated[int, Field(ge=0, le=MOST)]
 Few = Annotated[int, Field(ge=1, le=1024)]  # of what each one costs objects: threads, buffers
 Size = Annotated[Bytes, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+TIER_NAMES = r"vram\d*|ram|unified"
+TierName = Annotated[str, Field(pattern=f"^({TIER_NAMES})$")]
+
+
+def _one_of(table: Mapping[str, Any]) -> Callable[[str], str]:
+    """Check a name against a table of policies as it is when a scenario is read: what a user added to it counts."""
+
+    def check(name: str) -> str:
+        if name not in table:
+            raise problem("a known name", f'"{name}"', did_you_mean(name, table))
+        return name
+
+    return check
+
+
+def _names(table: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda schema: schema.update(enum=list(table))
+
+
+CachePolicyName = Annotated[str, AfterValidator(_one_of(CACHE_POLICIES)), Field(json_schema_extra=_names(CACHE_POLICIES))]
+PredictorName = Annotated[str, AfterValidator(_one_of(PREDICTORS)), Field(json_schema_extra=_names(PREDICTORS))]
 
 
 class TraceUse(Spec):
@@ -89,7 +115,7 @@ class Pool(Spec):
     """Experts that a tier holds, and who leaves when another must enter."""
 
     hold: str | int = "fit"  # all | fit | none | experts per layer | "50 %" | "4.8 GB"
-    policy: Literal["static", "lru", "lfu", "lfu-aging", "lru-k", "arc", "least-stale", "cost-aware", "belady"] = "static"
+    policy: CachePolicyName = "static"
     scope: Literal["layer", "global"] = "layer"
     refresh_tokens: Natural = 0  # static: choose the hottest anew every n tokens of the run
     transient_slots: Natural = 0  # room for misses of a static pool; 0: one layer-set of a token (top_k)
@@ -110,17 +136,21 @@ class Placement(Spec):
 
     attention: str = ""  # device; empty: gpu, or cpu where there is none
     experts: str = ""  # device of the expert FFNs; empty: as attention
-    site: Literal["fetch", "in-place"] = "fetch"  # in-place: an expert that is not in the device's memory is computed by the CPU
+    split: list[str] = []  # devices that the experts of every layer are dealt out to, expert e to number e mod n; in place of ``experts``
+    # of experts that are not in their device's memory; in-place: the CPU computes them; hybrid: it does, or they are fetched, what is done sooner
+    site: Literal["fetch", "in-place", "hybrid"] = "fetch"
+    # steps of at least so many tokens fetch all experts that the CPU would compute; cheaper: a layer does so where it is then done sooner
+    stream_from: Literal["never", "cheaper"] | Count = "never"
     embeddings: str = ""  # tier of the input embedding; empty: that of attention
     lookup: str = ""  # tier of large lookup tables (claim T5); empty: that of attention
     layers: list[LayerRule] = []
-    pools: dict[Literal["vram", "ram", "unified"], Pool] = {}
+    pools: dict[TierName, Pool] = {}
 
 
 class Prefetch(Spec):
     """Loads issued before they are needed. Distance 0 or predictor none: off."""
 
-    predictor: Literal["none", "oracle", "popularity", "previous", "cooccurrence", "linear", "two-step", "gate-lookahead"] = "none"
+    predictor: PredictorName = "none"
     threshold: Share = 0.0  # least confidence of a prediction that is fetched; 0: off
     recall: Share = 0.886  # gate-lookahead: recall one layer ahead, published for Qwen3-30B-A3B (see policies/predictors.py)
     recall_loss: Share = 0.0375  # gate-lookahead: lost per further layer
@@ -164,10 +194,19 @@ class Pipeline(Spec):
     handoff_s: Seconds = 0.0  # synchronisation at each end of a queue
 
 
+class Background(Spec):
+    """What others take of a channel, from a time on until the channel's next entry; it changes with the first step that begins after."""
+
+    channel: str
+    share: Annotated[float, Field(ge=0, lt=1)]
+    from_s: Seconds = 0.0
+
+
 class Timing(Spec):
     """What makes real times vary."""
 
     jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
+    background: list[Background] = []
 
 
 class Scenario(Spec):
@@ -175,13 +214,14 @@ class Scenario(Spec):
 
     name: str = ""
     description: str = ""
-    model: str
-    precision: str | dict[str, Any] = "fp16"
-    hardware: str
+    model: str  # a bundled name, a config.json, a GGUF file or a spec
+    precision: str | dict[str, Any] = "fp16"  # a format, a plan (formats by part), or a YAML file of one; file: a GGUF's own
+    hardware: str  # a bundled name, a profile, or parts joined by +
     hardware_set: dict[str, Any] = {}  # figures to change, nested as in the profile: {storage: {ssd: {latency: "60 us"}}}
     derate: Annotated[float, Field(gt=0, le=1)] | None = None  # null: the profile's own
     trace: TraceUse
     workload: Workload = Workload()
+    serving: Serving | None = None  # requests that arrive, in place of a workload (moesim serve-sim)
     memory: MemoryPlan = MemoryPlan()
     placement: Placement = Placement()
     prefetch: Prefetch = Prefetch()
@@ -193,9 +233,20 @@ class Scenario(Spec):
     engine: Literal["des", "fast", "auto"] = "auto"  # auto: fast for long runs, des for short ones; the same result
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
 
+    @model_validator(mode="after")
+    def _check(self) -> Scenario:
+        if self.serving is not None and "workload" in self.model_fields_set:
+            raise problem("a workload or serving", "both", "remove one of the two")
+        return self
 
-def load_scenario(name: str | Path, assignments: tuple[str, ...] = ()) -> tuple[Scenario, Document, Path]:
-    """Load a scenario by bundled name or path, with ``path=value`` assignments applied.
+    @property
+    def content_seed(self) -> int:
+        """The seed of what is drawn beside arrivals: generated routing, jitter, simulated predictions."""
+        return self.seed if self.serving is None else self.serving.content_seed
+
+
+def load_scenario(name: str | Path, assignments: tuple[str, ...] = (), kind: str = "scenarios") -> tuple[Scenario, Document, Path]:
+    """Load a scenario by bundled name (of a kind of scenarios) or path, with ``path=value`` assignments applied.
 
     Returns
     -------
@@ -207,7 +258,7 @@ def load_scenario(name: str | Path, assignments: tuple[str, ...] = ()) -> tuple[
     InputError
         If there is no such scenario, or it is wrong.
     """
-    path = resources.find("scenarios", str(name))
+    path = resources.find(kind, str(name))
     document = config.read_yaml(path).set(assignments)
     scenario = config.build(Scenario, document)
     if not scenario.name:

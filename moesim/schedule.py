@@ -69,9 +69,9 @@ class Lane:
     discipline: Discipline = "fifo"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: every step makes some, and frozen ones take several times as long to make
 class Work:
-    """What a task asks of the machine, before any machine is known. Equal works share one cost.
+    """What a task asks of the machine, before any machine is known. Equal works share one cost; nobody may change one.
 
     Parameters
     ----------
@@ -98,6 +98,8 @@ class Work:
     part, weights : str
         What is computed ("attention", "router", "ffn", "combine", "head", "copy") and the storage format of its weights: the key of
         measured kernel times.
+    adapter_bytes : int
+        Low-rank adapters, read beside the weights in 16 bit.
     """
 
     resource: str
@@ -115,6 +117,7 @@ class Work:
     overhead_s: float = 0.0
     part: str = ""
     weights: str = ""
+    adapter_bytes: int = 0
 
 
 Ints = NDArray[np.int64]

@@ -18,8 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesim import __version__, config, metrics, resources
+from moesim.conditions import Conditions, check_background
 from moesim.config import Document
-from moesim.cost import CostModel, Costs
+from moesim.cost import Costs
+from moesim.energy import PowerMeter
+from moesim.energy import summary as energy_summary
 from moesim.errors import InputError
 from moesim.generate import from_popularity, popularity_from_counts_csv, uniform, zipf_popularity
 from moesim.generate.bundled import find_like
@@ -34,6 +37,7 @@ from moesim.model_files import load_model_with_plan
 from moesim.planner import Planner
 from moesim.policies.prefetch import make_predictor, source_of
 from moesim.precision import PrecisionPlan, plan_from
+from moesim.result_table import result_table
 from moesim.scenario import Scenario, load_scenario
 from moesim.schedule import Fragment, Lane, Schedule
 from moesim.tasks import Tasks, Watermark, join, watermark
@@ -45,12 +49,18 @@ ENGINES = {"des": "moesim.engines.des:DesEngine", "fast": "moesim.engines.fast:F
 LONG_RUN_TASKS = (
     50_000  # from here on ``auto`` takes compiled code: the reference needs some five seconds for as many, compiling some twenty, once
 )
+ROWS_PER_PHASE = 256  # of a generated sequence that requests repeat: a few times as many as there are experts
 
 
 class Engine(Protocol):
     """What gives a schedule its times: fragments in order, then the rest."""
 
+    @property
+    def now_ps(self) -> int: ...
+
     def advance(self, fragment: Fragment, costs: Costs) -> Timeline: ...
+
+    def wait(self, until_ps: int) -> Timeline: ...
 
     def finish(self) -> Timeline: ...
 
@@ -88,8 +98,8 @@ class Case:
         ffns = sum(times * n_moe * min(model.n_experts, model.top_k * work.batch * tokens) for tokens, times in steps)
         return ffns + 3 * model.n_layers * sum(times for _, times in steps)
 
-    def planner(self) -> Planner:
-        """Return a fresh planner; it is compiled where the engine is, and plans the same."""
+    def planner(self, kind: type[Planner] | None = None) -> Planner:
+        """Return a fresh planner, of some kind if one is named; it is compiled where the engine is, and plans the same."""
         routing, prefetch = self.routing, self.scenario.prefetch
         predicted, source = None, "none"
         if prefetch.on:
@@ -100,15 +110,14 @@ class Case:
                 )
             options: dict[str, Any] = {"threshold": prefetch.threshold}
             if prefetch.predictor == "gate-lookahead":
-                options |= {"recall": prefetch.recall, "loss": prefetch.recall_loss, "seed": self.scenario.seed}
+                options |= {"recall": prefetch.recall, "loss": prefetch.recall_loss, "seed": self.scenario.content_seed}
             predictor = make_predictor(prefetch.predictor, **options)
             predictor.compiled = self.engine == "fast"
             predictor.fit(routing.train)
             predicted, source = predictor.predict(routing.used, prefetch.distance), source_of(prefetch.predictor)
-        planner: type[Planner] = Planner
-        if self.engine == "fast":
-            planner = import_module("moesim.planner.fast").CompiledPlanner
-        return planner(self.layout, routing.used, routing.steps, routing.popularity, predicted, source)
+        if kind is None:
+            kind = import_module("moesim.planner.fast").CompiledPlanner if self.engine == "fast" else Planner
+        return kind(self.layout, routing.used, routing.steps, routing.popularity, predicted, source)
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,7 @@ class Result:
     kept: Kept | None
     oom: dict[str, Any] | None
     dropped_prefetches: int
+    power: PowerMeter | None = None
 
     @property
     def n_tasks(self) -> int:
@@ -182,18 +192,24 @@ class Result:
         tiers = layout.ledger.tiers()
         for i, tier in enumerate(tiers):
             tiers[tier]["peak_bytes"] = int(self.meter.peak_bytes[i]) if self.meter is not None else None
-        out: dict[str, Any] = {"provenance": provenance(self.case), "memory": tiers, "oom": self.oom}
-        out["metrics"] = out["transfers"] = out["lanes"] = out["critical_path"] = None
+        out: dict[str, Any] = {"provenance": provenance(self.case), "memory": tiers, "oom": self.oom, "quality": quality_of(self.case)}
+        out["metrics"] = out["transfers"] = out["lanes"] = out["critical_path"] = out["energy"] = None
         if self.meter is not None:
             mapped = self.case.scenario.io.engine == "mmap"
             out["metrics"] = metrics.summary(self.meter, mapped) | {"dropped_prefetches": self.dropped_prefetches}
             out["transfers"] = metrics.transfers(self.meter)
             out["lanes"] = metrics.lane_use(self.meter)
             out["critical_path"] = metrics.critical_shares(self.meter)
+            if self.power is not None:
+                tokens, requests = int(self.meter.steps[:, 5].sum()), self.case.scenario.workload.batch
+                out["energy"] = energy_summary(self.power, out["metrics"]["makespan_s"], tokens, requests)
         return out
 
     def __repr__(self) -> str:
         return f"Result({self.case.scenario.name}: {self.n_tasks} tasks{', out of memory' if self.oom else ''})"
+
+    def _repr_html_(self) -> str:
+        return result_table(f"{self.case.scenario.name}: {self.case.model.name} on {self.case.hardware.name}", self._data)
 
 
 def load_case(name: str | Path, assignments: tuple[str, ...] = ()) -> Case:
@@ -205,6 +221,9 @@ def load_case(name: str | Path, assignments: tuple[str, ...] = ()) -> Case:
         If anything about it is wrong; the message names file, field and fix.
     """
     scenario, document, base = load_scenario(name, assignments)
+    if scenario.serving is not None:
+        raise InputError("serving", expected="a workload in lockstep", got="requests that arrive", fix="run it with moesim serve-sim",
+                         where=document.where(("serving",)))  # fmt: skip
     return make_case(scenario, document, base)
 
 
@@ -218,29 +237,43 @@ def make_case(scenario: Scenario, document: Document | None = None, base: Path |
 
     model, own_plan = load_model_with_plan(scenario.model, base, at("model"))
     try:
-        plan = stated_plan(scenario.precision, own_plan, at("precision"))
+        plan = stated_plan(scenario.precision, own_plan, at("precision"), base)
         plan.check_layers(model.n_layers)
     except InputError as error:
         raise error.under("precision").at(at("precision")) from None
     hardware = machine_of(scenario, base, at)
     try:
         layout = Layout(scenario, model, plan, hardware)
+        check_background(scenario.timing.background, hardware)
     except InputError as error:
         raise error.at(at(error.what)) from None
     return Case(scenario, model, plan, hardware, layout, document, base)
 
 
-def stated_plan(precision: str | dict[str, Any], own: PrecisionPlan | None, where: str) -> PrecisionPlan:
+def stated_plan(precision: str | dict[str, Any], own: PrecisionPlan | None, where: str, base: Path | None = None) -> PrecisionPlan:
     """Return a scenario's precision: as stated, or where its default is ``file`` that of the model's file, with what is stated beside it."""
     stated = precision if isinstance(precision, dict) else {"default": precision}
     if stated.get("default") != "file":
-        return plan_from(precision, where)
+        return plan_from(precision, where, base)
     if own is None:
         raise InputError("precision", expected='"file" only with a GGUF model', got='"file"', fix="name a format or a plan")
     changes = {key: value for key, value in stated.items() if key != "default"}
     kept = own.model_dump(mode="json", exclude_none=True)
     overrides = [*kept["overrides"], *changes.pop("overrides", [])]
     return plan_from(kept | changes | {"overrides": overrides}, where)
+
+
+def quality_of(case: Case) -> dict[str, Any]:
+    """Return what is known of the quality that a case's precision leaves: ``basis`` and the loss in percent, None where it is unknown.
+
+    ``reference``: no matrix has fewer than 16 bits, so nothing is lost; ``measured`` and ``published`` are the plan's or the bundled table's.
+    """
+    out: dict[str, Any] = dict.fromkeys(("loss_percent", "low_percent", "high_percent", "benchmark", "source"))
+    stated = case.plan.known_quality(case.model.name)
+    if stated is not None:
+        return out | stated.model_dump(mode="json", exclude={"model", "plan_hash"})
+    lossless = not any(case.plan.format(t.part, t.layer, t.matrix).quantised for t in case.model.all_tensors)
+    return out | ({"basis": "reference", "loss_percent": 0.0} if lossless else {"basis": "unknown"})
 
 
 def machine_of(scenario: Scenario, base: Path, at: Callable[[str], str]) -> HardwareProfile:
@@ -294,6 +327,9 @@ def _routing(case: Case) -> Routing:
             notes.append("placement and prediction learned from the very rows that are run (train_fraction 0)")
     if scenario.prefetch.on and scenario.prefetch.predictor == "gate-lookahead":
         notes.append(f"gate-lookahead: a recall of {scenario.prefetch.recall:g} one layer ahead is stated, not measured on this trace")
+    if scenario.serving is not None:  # the batcher takes rows as requests come
+        nothing = np.zeros((0, 0), np.int64)
+        return Routing(train, rest, Steps(nothing, nothing, 1, 0, ()), train.counts(), name, identity, tuple(notes))
     steps = make_steps(rest, scenario.workload, use)
     notes += steps.notes
     last = int(max(steps.prompts.max(initial=0), steps.answers.max(initial=0))) + 1
@@ -316,7 +352,10 @@ def _source(case: Case) -> Path | None:
 def _generate(case: Case, how: str, n_layers: int, n_experts: int, top_k: int) -> tuple[RoutingTrace, str]:
     """Draw a trace that is long enough for the workload and its training part."""
     use, work = case.scenario.trace, case.scenario.workload
-    rng = np.random.default_rng(case.scenario.seed)
+    rng = np.random.default_rng(case.scenario.content_seed)
+    if case.scenario.serving is not None and use.sequences == "repeat":  # requests of any length go round in these rows
+        few = {name: min(getattr(work, name), ROWS_PER_PHASE) for name in ("prompt_tokens", "output_tokens")}
+        work = work.model_copy(update=few)
     shape = {"n_sequences": 2 * work.batch, "prefill_rows": work.prompt_tokens}
     n_rows = 2 * work.batch * (work.prompt_tokens + work.output_tokens)
     if how == "uniform":
@@ -379,15 +418,17 @@ def _simulate(case: Case, progress: Callable[[int, int], None] | None, keep: boo
     planner = case.planner()
     scenario = case.scenario
     jitter = np.random.default_rng([scenario.seed, 1]) if scenario.timing.jitter else None
-    prices = CostModel(case.hardware, scenario.timing.jitter, jitter)
+    power = PowerMeter(case.hardware, planner.lanes)
+    conditions = Conditions(case.hardware, scenario.timing.background, power, scenario.timing.jitter, jitter)
     engine = load_engine(case.engine)(planner.lanes)
     meter = load_meter(case, planner, keep)
     parts: list[tuple[Fragment, Costs]] = []
     ended: list[Timeline] = []
     done = 0
-    for fragment in planner.fragments():
-        costs = prices.costs(fragment)
+    for fragment in planner.fragments(1) if "time" in case.layout.depends_on else planner.fragments():
+        costs = conditions.prices(engine.now_ps * metrics.PS).costs(fragment)
         times = engine.advance(fragment, costs)
+        power.add(fragment, times, engine.now_ps, conditions.clocks)
         meter.add(fragment, costs, times)
         if keep:
             parts.append((fragment, costs))
@@ -406,9 +447,9 @@ def _simulate(case: Case, progress: Callable[[int, int], None] | None, keep: boo
     if keep:
         timeline = Timeline.concat([*ended, times])
         tasks = join(parts, timeline, meter)
-        schedule = Schedule(planner.lanes, planner.tiers, planner.lines, fragments=[fragment for fragment, _ in parts])
+        schedule = Schedule(planner.lanes, planner.tiers, planner.lines, case.layout.depends_on, [fragment for fragment, _ in parts])
         kept = Kept(schedule, timeline, tasks, watermark(tasks, planner.tiers, planner.lines, planner.initial_memory()))
-    return Result(case, meter, kept, oom, planner.dropped_prefetches)
+    return Result(case, meter, kept, oom, planner.dropped_prefetches, power)
 
 
 def load_meter(case: Case, planner: Planner, keep: bool = False) -> Meter:

@@ -97,10 +97,7 @@ def price(parts: Iterable[Part], costs: CostModel) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     for name, work, times, *_ in parts:
-        cost = costs.price(work)
-        limits = [c / s for c, s in zip(costs.capacity.tolist(), cost.shares, strict=True) if s > 0]
-        seconds = cost.latency_s + (cost.volume / min([cost.cap, *limits]) if cost.volume > 0 else 0.0)
-        out[name] = out.get(name, 0.0) + times * seconds
+        out[name] = out.get(name, 0.0) + times * costs.alone_s(work)
     return out
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesim.errors import InputError
+from moesim.html_table import html_table
 
 MAX_TRACE_BYTES = 4 * 2**30  # declared, uncompressed; a million rows of 60 layers with top-8 and weights are half of it
 PREFILL, DECODE = 0, 1
@@ -132,10 +133,12 @@ class RoutingTrace:
         return hash(self.hash)
 
     def __repr__(self) -> str:
-        name = self.meta.get("model", "unknown model")
+        name, weights = self.meta.get("model", "unknown model"), "no weights" if self.weights is None else "weights"
         shape = f"T={self.n_rows} rows in {len(self.sequences)} sequences, L={self.n_layers}, E={self.n_experts}, K={self.top_k}"
-        weights = "no weights" if self.weights is None else "weights"
         return f"RoutingTrace({name}, {shape}, {int((self.phase == DECODE).sum())} decode, {weights}, {self.hash})"
+
+    def _repr_html_(self) -> str:
+        return html_table("routing trace", [(fact,) for fact in repr(self)[len("RoutingTrace(") : -1].split(", ")])
 
     def sets(self, t: int, layer: int) -> tuple[int, ...]:
         """Return the experts of row ``t`` at ``layer`` in ascending order; empty where the cell is absent."""

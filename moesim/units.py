@@ -141,7 +141,10 @@ def _field(dimension: str, whole: bool = False) -> tuple[BeforeValidator, WithJs
         except InputError as error:
             raise PydanticCustomError("quantity", "{message}", {"message": "|".join((error.expected, error.got, error.fix))}) from None
 
-    schema = WithJsonSchema({"type": "string", "description": _NAMES[dimension]})
+    units = "|".join(sorted(map(re.escape, _TABLE[dimension])))
+    schema = WithJsonSchema(
+        {"type": "string", "pattern": rf"^\s*\+?[\d_.]+([eE][+-]?\d+)?\s*({units})\s*$", "description": _NAMES[dimension]}
+    )
     return BeforeValidator(convert), schema
 
 

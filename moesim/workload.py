@@ -6,6 +6,7 @@ chained, repeated or borrowed is stated by the scenario and returned as provenan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,6 +33,35 @@ class Step:
     @property
     def tokens(self) -> int:
         return int(self.rows.size)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStep:
+    """One forward pass over prompt chunks of some sequences and decode rows of others.
+
+    ``rows`` (R,) are trace rows, one sequence after another; ``new`` and ``context`` (S,) the new tokens of each sequence, and those it
+    has in the KV cache before. ``kv_bytes`` is what the KV cache holds during the step, by tier; ``swaps`` are copies between tiers
+    that the step waits for: (source, target, bytes, blocks).
+    """
+
+    index: int
+    phase: int  # PREFILL if any prompt is in it
+    rows: NDArray[np.int64]
+    new: tuple[int, ...]
+    context: tuple[int, ...]
+    emits: int
+    kv_bytes: dict[str, int]
+    swaps: tuple[tuple[str, str, int, int], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rows)
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """(sequences, new tokens of each, context that counts them too) of sequences that are alike in this step."""
+        alike = Counter(zip(self.new, self.context, strict=True))
+        return [(count, new, context + new) for (new, context), count in alike.items()]
 
 
 @dataclass(frozen=True, slots=True)

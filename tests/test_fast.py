@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from timeline_program import PER_PS, Pieces, Program, assert_same, program, simulate
 
 from moesim import simulate as runs
-from moesim.cost import Costs
+from moesim.cost import CostModel, Costs
 from moesim.engines import fast
 from moesim.engines.des import DesEngine
 from moesim.engines.fast import FastEngine
@@ -97,6 +97,11 @@ def check(p: Program, data: st.DataObject) -> None:
     for fragment, costs in pieces:
         assert_same(state.advance(fragment, costs), reference.advance(fragment, costs))
         assert state.now_ps == reference.now_ps
+        pause = data.draw(st.sampled_from([None, None, 0, 1, 7, 40, 400]))
+        if pause is not None:
+            until = reference.now_ps + pause
+            assert_same(state.wait(until), reference.wait(until))
+            assert state.now_ps == reference.now_ps == until
     assert_same(state.finish(), reference.finish())
     assert state.now_ps == reference.now_ps
 
@@ -237,7 +242,7 @@ def test_retime_a_scenario_for_many_machines() -> None:
     schedule = Schedule(planner.lanes, fragments=fragments)
     variants = []
     for v in range(70):  # over two blocks; at a twentieth of its bandwidth the VRAM is contended
-        prices = runs.CostModel(case.hardware.scaled("pcie_h2d", 0.5 + v / 140).scaled("vram", 1.0 if v % 4 else 0.05))
+        prices = CostModel(case.hardware.scaled("pcie_h2d", 0.5 + v / 140).scaled("vram", 1.0 if v % 4 else 0.05))
         variants.append([prices.costs(f) for f in fragments])
     got = retime(schedule, variants).step_end_ps
     assert len({tuple(row) for row in got.tolist()}) > 40

@@ -13,6 +13,7 @@ import pytest
 from moesim.errors import InputError
 from moesim.generate import from_popularity, uniform, zipf_popularity
 from moesim.generate.bundled import bundled_likes, find_like, read_like
+from moesim.generate.factors import covariance_of_mean, turns
 from moesim.generate.facts import Facts, expand, parse_facts
 from moesim.generate.fit import fit, statistics
 from moesim.generate.like import generate
@@ -115,6 +116,43 @@ def test_parts_of_the_model_do_what_they_say() -> None:
     assert hot[trace.phase == 0].mean() > 0.9 > 0.6 > hot[trace.phase == 1].mean()
 
 
+def test_covariance_of_the_mean_of_few_sequences() -> None:
+    """Two sequences: the mean has the squares w1^2 + w2^2 of the covariance d d' / 2 that their difference d tells of."""
+    values = np.repeat([[3.0, -1.5], [-1.0, 0.5]], [10, 30], axis=0)
+    expected = (0.25**2 + 0.75**2) * np.outer([4, -2], [4, -2]) / 2
+    assert np.allclose(covariance_of_mean(values, np.repeat([0, 1], [10, 30]).astype(np.int32)), expected)
+    assert not covariance_of_mean(values, np.zeros(40, np.int32)).any()
+    rng = np.random.default_rng(0)
+    lengths = np.array([2, 3, 5, 10])
+    topics = rng.standard_normal((4000, 4))
+    means = topics @ lengths / 20
+    seq_id = np.repeat(np.arange(4), lengths).astype(np.int32)
+    found = [covariance_of_mean(np.repeat(x - m, lengths)[:, None], seq_id)[0, 0] for x, m in zip(topics, means, strict=True)]
+    assert np.mean(found) == pytest.approx((lengths**2).sum() / 400, rel=0.05)  # the variance that the means really have
+
+
+def test_topics_of_two_sequences_are_not_taken_for_popularity() -> None:
+    """Both sequences have a topic, so that the experts of the trace are more uneven than the model's: the fit must not keep that."""
+    topics = replace(small_profile(), drift=np.stack([2 * np.eye(3), *[0.1 * np.eye(3)] * 4]))
+    gaps = []
+    for seed in range(4):
+        trace = generate(topics, 400, np.random.default_rng(seed), n_sequences=2)
+        many = generate(fit(trace, np.random.default_rng(0), rank=3, rounds=8), 8000, np.random.default_rng(0), n_sequences=400)
+        of_trace, of_model = trace.counts() / trace.n_rows, many.counts() / many.n_rows
+        gaps.append(float((of_trace**2).sum() - (of_model**2).sum()))
+    assert min(gaps) > 0 and np.mean(gaps) > 0.05 * float((of_trace**2).sum()), gaps
+
+
+def test_turns_give_what_is_lacking_to_the_greater_part() -> None:
+    first, second = np.diag([4.0, 0.0, 1.0]), np.diag([0.0, 2.0, 1.0])
+    lacking = 0.02 * (first + second)
+    a, b = turns(first, second, lacking)
+    new_first, new_second = a @ first @ a.T, b @ second @ b.T
+    assert np.allclose(np.diag(new_first), [4 * 1.01**2, 0, 1.005**2]) and np.allclose(np.diag(new_second), [0, 2 * 1.01**2, 1.005**2])
+    a, b = turns(first, second, 9 * (first + second))  # too much for one step
+    assert np.allclose(a @ first @ a.T, 1.1**2 * first) and np.allclose(b @ second @ b.T, 1.1**2 * second)
+
+
 def damaged(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     out: dict[str, Any] = json.loads(json.dumps(data))
     at = out
@@ -201,6 +239,15 @@ def test_bundled_profiles(name: str) -> None:
     assert profile.figures and profile.source
     trace = generate(profile, 64, np.random.default_rng(0), n_sequences=4)
     assert (trace.n_layers, trace.n_experts, trace.top_k) == (profile.n_layers, profile.n_experts, profile.top_k)
+
+
+def test_a_file_is_read_again_only_when_it_changed(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    save_like(small_profile(), file)
+    first = read_like(file)
+    assert read_like(file) is first
+    save_like(replace(small_profile(), model="another one"), file)
+    assert read_like(file).model == "another one"
 
 
 def test_an_unknown_profile_is_named() -> None:

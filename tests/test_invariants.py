@@ -79,7 +79,15 @@ def cases(draw: st.DrawFn) -> Drawn:
     precision: dict[str, Any] = {"default": "raw-int8", "kv": "raw-int8"}
     if draw(st.booleans()):
         precision["overrides"] = [{"part": "routed_experts", "layers": "0", "format": "raw-int4"}]
-    placement: dict[str, Any] = {"site": draw(one_of(["fetch", "fetch", "in-place"])), "experts": draw(one_of(["", "", *devices]))}
+    placement: dict[str, Any] = {
+        "site": draw(one_of(["fetch", "fetch", "in-place", "hybrid"])), "stream_from": draw(one_of(["never", "never", "cheaper", 2]))
+    }  # fmt: skip
+    split = draw(one_of([False, False, True]))
+    placement |= (
+        {"split": draw(st.permutations(devices))[: draw(st.integers(1, len(devices)))]}
+        if split
+        else {"experts": draw(one_of(["", "", *devices]))}
+    )
     if draw(st.booleans()):
         part, device = draw(one_of(["attention", "routed_experts", "shared_expert"])), draw(one_of(devices))
         placement["layers"] = [{"layers": str(draw(st.integers(0, n_layers - 1))), "part": part, "device": device}]
@@ -369,7 +377,7 @@ def test_hits_equal_a_replay_of_the_pool(drawn: Drawn) -> None:
     assume(len(tops) == 1 and not scenario.memory.kv_from_experts)
     (tier,) = tops
     pool = it.layout.pools[tier]
-    assume(not (it.layout.in_place and tier != it.layout.main_tier))
+    assume(not (it.layout.in_place and tier != it.layout.main_tier) and scenario.placement.stream_from == "never")
     object.__setattr__(scenario, "prefetch", scenario.prefetch.model_copy(update={"predictor": "none"}))
     object.__setattr__(scenario, "pipeline", scenario.pipeline.model_copy(update={"micro_batches": 1}))
     again = Case(scenario, it.model, it.plan, it.hardware, type(it.layout)(scenario, it.model, it.plan, it.hardware), it.document, it.base)

@@ -123,10 +123,19 @@ def test_formats_context_and_buffers_go_into_the_plan() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "words"),
-    [("-nkvo", "keeps the K/V cache with attention"), ("-sm row", "cards that share a layer"), ("-ncmoe 4", "copies experts"), ("--temp 0.7", "no counterpart")],
+    [("-nkvo", "keeps the K/V cache with attention"), ("-sm row", "cards that share a layer"), ("-ngl 20", "copies the layers"), ("--temp 0.7", "no counterpart")],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_noted(flag: str, words: str) -> None:
     assert any(words in note for note in to_scenario(parse_command(f"llama-cli -m {FILE} {flag}"), "desktop-24gb").notes)
+
+
+def test_large_batches_copy_experts_to_the_gpu_as_llama_cpp_does() -> None:
+    """From 32 tokens on, into room for a third of a layer: one of its matrices; not with ``-nopo``, and not by the fork's default rules."""
+    case = case_of(f"llama-cli -m {FILE} -ncmoe 20")
+    assert case.scenario.placement.stream_from == 32 and case.layout.streamed_to(0) == "gpu" and case.layout.streamed_to(30) == ""
+    assert case.layout.pools["vram"].transient_slots == 43 and case.layout.pools["vram"].counts == (0,) * 20 + (128,) * 28
+    for line in (f"llama-cli -m {FILE} -ncmoe 20 --no-op-offload", f"llama-cli -m {FILE}"):
+        assert case_of(line).scenario.placement.stream_from == "never"
 
 
 def test_a_file_that_is_here_gives_its_own_formats(tmp_path: Path) -> None:

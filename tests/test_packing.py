@@ -114,7 +114,7 @@ def test_views_do_not_copy() -> None:
     "name,rows,cols,words",
     [
         ("Q4_K", 256, 256, "one with a real kernel"),
-        ("int4-g128", 128, 128, "it can be simulated, not run"),
+        ("nf4", 128, 128, "it can be simulated, not run"),
         ("int4-g128-torch", 24, 128, "multiples of 16"),
         ("int4-g128-torch", 16, 192, "multiples of 128"),
         ("int8", 16, 40, "inputs in multiples of 16"),

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from chrome_trace import problems
 from small_runs import small_result
 
 from moesim import metrics, perfetto
+from moesim.simulate import load_case, simulate
 
 Event = dict[str, Any]
 
@@ -30,13 +32,45 @@ def of(document: dict[str, Any], phase: str) -> list[Event]:
 
 
 def test_every_event_is_well_formed(document: dict[str, Any]) -> None:
-    assert document["displayTimeUnit"] == "ms" and document["otherData"]["model"] == "tinymoe"
-    for event in document["traceEvents"]:
-        assert event["ph"] in "MXCsf" and isinstance(event["pid"], int) and isinstance(event["tid"], int) and event["name"]
-        if event["ph"] != "M":
-            assert isinstance(event["ts"], float) and event["ts"] >= 0
-        if event["ph"] == "X":
-            assert isinstance(event["dur"], float) and event["dur"] >= 0
+    assert problems(document) == [] and document["otherData"]["model"] == "tinymoe"
+
+
+def test_a_run_of_64_tokens_loads_and_its_sums_are_the_metrics() -> None:
+    result = simulate(load_case("quickstart", ("workload.output_tokens=64", "engine=fast")))
+    written = json.loads(json.dumps(perfetto.export(result), allow_nan=False))
+    assert problems(written) == [] and result.meter is not None
+    names = {e["tid"]: e["args"]["name"] for e in of(written, "M") if e["name"] == "thread_name"}
+    sums: dict[str, float] = defaultdict(float)
+    for event in of(written, "X"):
+        sums[names[event["tid"]]] += event["dur"] * 1e-6
+    busy = {lane: use["busy_s"] for lane, use in metrics.lane_use(result.meter).items()}
+    assert {lane: sums[lane] for lane in busy} == pytest.approx(busy, rel=1e-9) and len(busy) >= 3
+    assert sum(event["name"].startswith("decode token") for event in of(written, "X")) == 63  # the first comes with the prompt
+
+
+def longer(event: Event) -> None:
+    """Let a slice end within the next one of its track."""
+    event["dur"] *= 1.01
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda events: events.append({**events[-1], "ph": "Z"}), "unknown phase"),
+        (lambda events: next(e for e in events if e["ph"] == "X").update(dur=-1.0), "dur"),
+        (lambda events: next(e for e in events if e["ph"] == "X" and e["dur"] > 0).update(ts=float("nan")), "ts"),
+        (lambda events: longer(next(e for e in events if e["ph"] == "X" and e["cat"] == "step")), "ends after"),
+        (lambda events: events.remove(next(e for e in events if e["ph"] == "f")), "flow"),
+        (lambda events: next(e for e in events if e["ph"] == "s").update(ts=1e12), "no slice"),
+        (lambda events: next(e for e in events if e["ph"] == "C").update(args={"x": "1"}), "counter"),
+        (lambda events: events.remove(next(e for e in events if e["name"] == "thread_name")), "has no name"),
+    ],
+)
+def test_the_reader_sees_what_is_wrong(change: Any, problem: str, document: dict[str, Any]) -> None:
+    """The tests above would pass with a reader that accepts everything."""
+    broken = json.loads(json.dumps(document))
+    change(broken["traceEvents"])
+    assert any(problem in text for text in problems(broken))
 
 
 def test_each_lane_server_is_one_named_track(document: dict[str, Any], names: dict[int, str]) -> None:
@@ -130,4 +164,5 @@ def test_two_timelines_in_one_file() -> None:
     assert said[0]["args"]["name"].startswith("simulated: tinymoe") and took[0]["args"]["name"].startswith("measured: tinymoe")
     assert said[1:] == [event for event in perfetto.export(result)["traceEvents"] if event["ph"] != "M" or event["name"] != "process_name"]
     assert [2 * x["dur"] for x in said if x["ph"] == "X"] == pytest.approx([x["dur"] for x in took if x["ph"] == "X"])
+    assert problems(pair) == []
     assert len({x["id"] for x in pair["traceEvents"] if x["ph"] == "s"}) == sum(x["ph"] == "s" for x in pair["traceEvents"])

@@ -379,8 +379,8 @@ def test_in_place_experts_run_on_the_cpu_with_copies_of_hidden_states() -> None:
         "7 router 0 gpu <- 6",
         "8 copy 0 d2h <- 7",
         "9 ffn 0.3 cpu @0 <- 8",
-        "10 copy 0 h2d <- 9",
-        "11 ffn 0.1 gpu @0 <- 7",
+        "10 ffn 0.1 gpu @0 <- 7",
+        "11 copy 0 h2d <- 9",  # last: no load queues behind it
         "12 combine 0 gpu <- 10 11",
         "13 head 1 gpu <- 12",
     ]

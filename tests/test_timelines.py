@@ -126,3 +126,30 @@ def test_the_builder_merges_duplicate_dependencies_and_gates_what_reaches_back()
     _, (second, _costs) = p.pieces()
     assert [[t for t, _ in second.deps(row)] for row in range(3)] == [[0, 1], [2, 0], [1]]
     assert second.deps(0) == [(0, DATA), (1, DATA)]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.name)
+def test_waiting_lets_time_pass(engine: Any) -> None:
+    """A load of 100 ps crosses the border at 10; the clock waits, twice, and what comes then starts then."""
+    p = program("gpu", "ssd", "ssd2")
+    p.task("gpu", 10)
+    p.task("ssd", 100)
+    p.task("ssd", 5, after=[1])
+    p.end_step(gate=0)
+    p.task("gpu", 7)
+    p.end_step()
+    p.task("gpu", 1, after=[2])
+    (one, two, three), state = p.pieces(), engine(p.lanes)
+    assert state.wait(3).task.tolist() == [] and state.now_ps == 3
+    assert state.advance(*one).task.tolist() == [0]
+    assert state.now_ps == 13
+    assert state.wait(13).task.tolist() == [] and state.wait(102).task.tolist() == []
+    assert state.wait(103).end_ps.tolist() == [103]
+    second = state.advance(*two)
+    assert (second.task.tolist(), second.start_ps.tolist(), second.end_ps.tolist()) == ([2, 3], [103, 103], [108, 110])
+    assert second.cause.tolist() == [1, 0]  # the gate let it begin, long ago
+    assert state.wait(1000).task.tolist() == [] and state.now_ps == 1000
+    assert state.advance(*three).start_ps.tolist() == [1000]
+    assert state.finish().task.tolist() == [] and state.now_ps == 1001
+    with pytest.raises(MoesimError, match="cannot wait until 1000 ps, it is 1001 ps already"):
+        state.wait(1000)

@@ -1,9 +1,13 @@
 """Owns the comparison of predictions with measured runs: cold and warm, with intervals, against closed formulas on the same rows.
 
 Cold: nothing measured on the host of a row is used; rates that were fitted on runs of that host are replaced by those fitted without it.
-Warm: one measured row of each host and engine, the first decode row at the smallest depth, corrects the others of its mode:
+Warm: one measured row of each host and engine, the first decode row at the smallest depth, corrects the others. Its deviation belongs in
+part to what the host's CPU, GPU and drive do otherwise than was predicted, in part to that row alone. All four are taken to deviate
+equally (``deviation``, a normal spread in logarithms), so with the shares w of the row's time on CPU, GPU and drive
 
-    time' = time x (measured time / predicted time of that row) ^ warm_shrink
+    correction of device k = w_k / (1 + w.w) x log(measured time / predicted time of the row)
+
+A row that is off by more than ``CREDIBLE`` of these spreads counts as one that is off by so much: what is beyond is its own.
 
 Closed formulas, for decode: active bytes over 0.6 of the bandwidth that they pass, and the same with three coefficients (share of the
 GPU's bandwidth, of main memory's, seconds per layer), fitted by leaving host groups out.
@@ -27,6 +31,7 @@ from moesim.runtimes import Rates, load_rates, was_fitted
 
 PLAN_SHARE = 0.6  # claim B1: what to plan with
 DECODE = ("decode", "batched decode")
+CREDIBLE = 2.0
 RISE = 0.05  # of the mean time over a series: slopes below are noise, not growth
 
 
@@ -101,13 +106,12 @@ def backtest(data: FieldRuns, *, warm: bool = False, rates: Callable[[str], Rate
     """
     builder = FieldCases(data)
     base = rates("")
-    concentration = (base["routing_concentration"], base["routing_concentration_few"])
     predictions: list[Prediction] = []
     skipped: list[Skipped] = []
     by_host: dict[str, Rates] = {}
     for row in data.runs:
         try:
-            case = builder.case(row, concentration)
+            case = builder.case(row, base)
         except Lacking as lacking:
             skipped.append(Skipped(row, str(lacking)))
             continue
@@ -136,15 +140,26 @@ def _calibrated(predictions: Sequence[Prediction], rates: Rates) -> list[Predict
     for members in groups.values():
         decode = [i for i in members if predictions[i].case.mode in DECODE] or members
         first = min(decode, key=lambda i: (predictions[i].case.row.number("depth_n_kv") or 0.0, i))
-        modes = DECODE if predictions[first].case.mode in DECODE else ("prefill",)
-        factor = math.exp(-rates["warm_shrink"] * predictions[first].log_error)
+        corrections = _corrections(predictions[first], rates["deviation"])
         for i in members:
             p = predictions[i]
-            if p.case.mode in modes:
+            if (p.case.mode in DECODE) == (predictions[first].case.mode in DECODE):
+                parts = {name: seconds * math.exp(corrections.get(p.case.device(name), 0.0)) for name, seconds in p.parts.items()}
                 ratio = rates.interval(p.case.placement, p.case.mode, True)
-                out[i] = replace(p, predicted=p.predicted * factor, parts={k: v / factor for k, v in p.parts.items()}, ratio=ratio)
+                out[i] = replace(p, predicted=p.case.tokens_per_s(sum(parts.values())), parts=parts, ratio=ratio)
         out[first] = replace(out[first], calibrates=True)
     return out
+
+
+def _corrections(p: Prediction, deviation: float) -> dict[str, float]:
+    """Logarithm by which the times of each device are corrected, from one measured row."""
+    shares: dict[str, float] = defaultdict(float)
+    for name, seconds in p.parts.items():
+        shares[p.case.device(name)] += seconds / sum(p.parts.values())
+    spread = 1 + sum(share**2 for share in shares.values())  # in units of the variance of one of them
+    limit = CREDIBLE * deviation * math.sqrt(spread)
+    seen = min(max(p.log_error, -limit), limit)
+    return {device: share / spread * seen for device, share in shares.items()}
 
 
 # ---- closed formulas

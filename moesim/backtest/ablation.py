@@ -28,7 +28,7 @@ _SHARES = ("client_memory_share", "server_memory_share", "dual_server_memory_sha
 _ATTENTION = ("gpu_vector_attention_share", "gpu_tensor_attention_share", "cpu_attention_share", "gpu_prefill_attention_share")
 ABLATIONS = (
     Ablation("bandwidth share by class of host (0.6 for all instead)", fixed=dict.fromkeys(_SHARES, 0.6)),
-    Ablation("arithmetic limit of CPU kernels in decode", scaled={"cpu_flops_wide": NEVER, "cpu_flops_narrow": NEVER}),
+    Ablation("arithmetic limit of CPU kernels in decode", scaled={"cpu_flops": NEVER}),
     Ablation(
         "attention bound by arithmetic (memory alone instead)", scaled=dict.fromkeys(_ATTENTION, NEVER) | {"cpu_serial_head_token": FREE}
     ),

@@ -33,6 +33,8 @@ _PLATFORMS = (
     (r"Core i\d-[6-9]\d\d\d", 2, 2666),
 )
 _BY_TYPE = {"DDR4": 3200, "DDR5": 5600}
+_SERVER = r"EPYC|Xeon"
+_VNNI_WITH_AVX2 = r"Core (i\d-1[2-5]\d\d\d|Ultra)"
 _LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}  # per lane and direction, 128b/130b
 _TENSOR = r"RTX|GB10|A\d{3,4}\b|\bL\d{1,2}\b|[HB]\d{3}\b|V100|T4"  # cards whose half-precision peak is that of tensor cores, four times their vectors'
 _OLD = r"GTX|Tesla [KMP]|\bP\d{2,3}\b"
@@ -64,7 +66,8 @@ class Machine:
     ram_bytes: int | None
     cores: int | None
     sockets: int
-    simd: str
+    dot_products: bool  # instructions that multiply and add 8-bit integers (VNNI, AMX, Arm), as all processors since about 2021 have
+    server_cores: bool  # many cores at a low clock
     ssd_bytes_per_s: float | None
     assumed: tuple[str, ...]
 
@@ -115,7 +118,8 @@ def machine_of(facts: Facts) -> Machine:
         ram_bytes=int(ram_gib * GIB) if ram_gib else None,
         cores=facts.whole("cpu", "cores") or None,
         sockets=sockets,
-        simd=facts.text("cpu", "simd"),
+        dot_products=facts.text("cpu", "simd") != "avx2" or bool(re.search(_VNNI_WITH_AVX2, cpu)),
+        server_cores=bool(re.search(_SERVER, cpu)),
         ssd_bytes_per_s=ssd * GB if ssd else None,
         assumed=tuple(assumed),
     )
@@ -142,7 +146,7 @@ def _ram(facts: Facts, cpu: str, sockets: int, assumed: list[str]) -> tuple[floa
 
 
 def _is_server(cpu: str, channels: int) -> bool:
-    return channels > 2 or bool(re.search(r"EPYC|Xeon|Threadripper PRO", cpu))
+    return channels > 2 or bool(re.search(_SERVER + "|Threadripper PRO", cpu))
 
 
 def _harmonic(values: list[float], weights: list[float]) -> float | None:

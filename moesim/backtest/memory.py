@@ -3,7 +3,9 @@
 Compute buffers of the llama.cpp family, in bytes, per device (the largest of what is live at once decides; DESIGN.md section 5):
 
     with the head:         micro-batch x (vocabulary + 2 hidden) x 4
-    without it:            micro-batch x (8 x context + 40 x hidden)
+    without it:            micro-batch x (mask x context + 4 x rows x hidden); the mask of llama.cpp is kept in 32 bit (4 bytes) and, for
+                           flash attention, copied to 16 bit beside two of its tiles (8), that of ik_llama.cpp in 16 bit only (2); rows
+                           are the outputs of a token's experts, once with the residual stream and its norm, or twice
     copying experts:       one matrix of all experts of a layer on top of the second
     scores written out:    heads x context x micro-batch x 4 on top
     latent heads expanded: 2 x heads x (key + value width) x context x 2 on top of the first
@@ -12,7 +14,7 @@ Compute buffers of the llama.cpp family, in bytes, per device (the largest of wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moesim.architecture import FullAttention, MlaAttention
@@ -27,6 +29,7 @@ MIB = 2**20
 GB = 1e9
 DRIVER_BYTES = int(0.65 * GB)  # context of the driver and what else draws on the card, in figures of the whole device
 MAIN = "ram"
+SETTINGS = ("n_ubatch", "kv_type", "flash_attn", "ctx_size")
 METRICS = ("gpu_weights_mib", "gpu_kv_mib", "gpu_compute_mib", "gpu_buffers_sum_mib", "host_weights_mib", "kv_total_mib", "vram_stated_gb")
 
 
@@ -51,12 +54,20 @@ def predict_memory(data: FieldRuns) -> list[MemoryPrediction]:
     """Predict every row of memory.csv."""
     builder = FieldCases(data)
     out = []
-    for row in data.memory:
+    speeds = {row.text("run_id"): row for row in data.runs}
+    for row in (_with_settings(row, speeds.get(row.text("run_id"))) for row in data.memory):
         try:
             out.append(MemoryPrediction(row, _predict(builder, row)))
         except Lacking as lacking:
             out.append(MemoryPrediction(row, None, str(lacking)))
     return out
+
+
+def _with_settings(row: Row, speed: Row | None) -> Row:
+    """Return a memory figure with the settings that only the speeds of the same run state."""
+    if speed is None:
+        return row
+    return replace(row, cells={**row.cells, **{name: speed.text(name) for name in SETTINGS if not row.text(name)}})
 
 
 def _predict(builder: FieldCases, row: Row) -> float:
@@ -148,10 +159,15 @@ def compute_buffers(
     model = layout.model
     a = model.attention
     head = tokens * (model.vocab_size + 2 * model.hidden_size) * 4
-    body = tokens * (8 * context + 40 * model.hidden_size)
+    unfused = runtime.choose("gpu_attention", run) == "unfused"
+    if runtime.name == "ik_llama.cpp":
+        mask, hidden = 2, 2 * model.top_k
+    else:
+        mask, hidden = 4 if unfused else 8, model.top_k + 2
+    body = tokens * (mask * context + 4 * hidden * model.hidden_size)
     if copies:
         body += max(model.expert_matrix_bytes(layout.plan, model.moe_layers[-1]).values()) * model.n_experts
-    if runtime.choose("gpu_attention", run) == "unfused" and isinstance(a, (FullAttention, MlaAttention)):
+    if unfused and isinstance(a, (FullAttention, MlaAttention)):
         body += a.n_heads * context * tokens * 4
     if isinstance(a, MlaAttention) and runtime.choose("latent_prompt", run) == "expanded":
         head += 2 * a.n_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim) * context * 2

@@ -6,6 +6,7 @@ filled in and listed in ``assumed``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,11 +34,10 @@ from moesim.steady import Part, StepShape, expert_rows, merged, price, projectio
 
 KV_FORMATS = {"f16": "fp16", "fp16": "fp16", "bf16": "bf16", "f32": "fp32", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0",
               "q5_1": "Q5_1", "iq4_nl": "IQ4_NL", "q6_0": "Q6_K"}  # fmt: skip
+MANY_EXPERTS = 128
 SHORT_ANSWER = 128  # tokens of an answer whose length nobody stated
 PLACEMENTS = ("cpu_only", "full_gpu", "gpu_cpu_experts", "gpu_cpu_layers", "ssd")
 NORM_KERNELS = 6  # of models with normed queries and keys: two norms and their scales, the sum and the division of router weights
-PAGE_CACHE_SHARE = 0.4  # of main memory that is left for file pages beside the system, the browser and the program
-LEAST_MISSES = 0.1  # of the experts' bytes, however large the page cache is: pages are dropped and read again
 
 
 class Lacking(Exception):
@@ -57,7 +57,7 @@ class FieldCase:
     step: StepShape
     mode: str
     cpu_layers: float
-    cores: int
+    cores: float
     parts: tuple[Part, ...]
     assumed: tuple[str, ...]
 
@@ -69,6 +69,12 @@ class FieldCase:
         """Return the predicted seconds of the step by part."""
         it = attain(self.machine, self.runtime, self.run, rates, prefill=self.mode == "prefill", cores=self.cores)
         return price(as_executed(self.parts, it), CostModel(as_found(self.layout.hardware, it)))
+
+    def device(self, part: str) -> str:
+        """Return what a part of the step's time depends on: the cpu, the gpu or the drive."""
+        if part == "experts from storage":
+            return "ssd"
+        return "cpu" if part in ("CPU experts", "hand-over") else self.layout.attention_device[0]
 
     def tokens_per_s(self, seconds: float) -> float:
         """Return what the row's metric counts."""
@@ -125,14 +131,14 @@ class FieldCases:
                 raise Lacking(f"{error.what}: {error.got}") from None
         return self._plans[key]
 
-    def case(self, row: Row, concentration: tuple[float, float]) -> FieldCase:
+    def case(self, row: Row, rates: Rates) -> FieldCase:
         """Return the case of a row.
 
         Parameters
         ----------
         row : Row
-        concentration : tuple of float
-            ``expert_rows``' share in models of at least 128 experts, and of fewer.
+        rates : Rates
+            For what decides which works there are: the concentration of routing, and the page cache.
 
         Raises
         ------
@@ -159,8 +165,11 @@ class FieldCases:
             layout = Layout(_scenario(row, step, split, runtime, run), model, plan, profile)
         except InputError as error:
             raise Lacking(f"{error.what}: {error.got}") from None
-        rows = expert_rows(model.n_experts, model.top_k, step.tokens, concentration[model.n_experts < 128])
-        misses = _misses(layout, machine, split) if placement == "ssd" else 0.0
+        skew = 1.0  # a prompt's batch is large enough to meet every expert
+        if step.new_tokens == 1:
+            skew = rates["routing_concentration" if model.n_experts >= MANY_EXPERTS else "routing_concentration_few"]
+        rows = expert_rows(model.n_experts, model.top_k, step.tokens, skew)
+        misses = _misses(layout, machine, split, rates) if placement == "ssd" else 0.0
         parts = merged(_parts(layout, runtime, run, step, rows, split, misses))
         return FieldCase(
             row, machine, model, runtime, run, layout, step, mode, split.cpu_layers, cores, parts, (*machine.assumed, *assumed)
@@ -201,7 +210,7 @@ def split_of(row: Row, placement: str, model: ModelSpec, has_gpu: bool) -> Split
     return Split(min(stated, float(moe)), 0, False)
 
 
-def _needed(row: Row, machine: Machine, placement: str, split: Split) -> int:
+def _needed(row: Row, machine: Machine, placement: str, split: Split) -> float:
     """Check the machine's facts, and return the CPU cores in use."""
     if not split.on_cpu and not machine.gpu_bytes_per_s:
         raise Lacking("GPU not stated")
@@ -213,29 +222,51 @@ def _needed(row: Row, machine: Machine, placement: str, split: Split) -> int:
         return machine.cores or 1
     if not machine.ram_bytes_per_s:
         raise Lacking("bandwidth of main memory not stated")
-    cores = min(row.whole("threads") or 10**6, machine.cores or 10**6)
-    if cores == 10**6:
+    return effective_cores(row.whole("threads"), machine.cores)
+
+
+def effective_cores(threads: int | None, cores: int | None) -> float:
+    """Return how many cores' work threads do that each take an equal part: the slowest shares its core with others.
+
+    Raises
+    ------
+    Lacking
+        If neither threads nor cores are stated.
+    """
+    if not threads and not cores:
         raise Lacking("CPU cores not stated")
-    return max(cores, 1)
+    used = threads or cores or 1
+    return used / math.ceil(used / (cores or used))
 
 
-def _misses(layout: Layout, machine: Machine, split: Split) -> float:
+def _misses(layout: Layout, machine: Machine, split: Split, rates: Rates) -> float:
     """Share of the experts' bytes that the page cache does not hold, if all experts are equally likely."""
     model, plan = layout.model, layout.plan
     experts = model.part_bytes(plan, "routed_experts")
     elsewhere = 1 - split.cpu_layers / max(len(model.moe_layers), 1) if split.cpu_layers else 0.0
     host = experts * (1 - elsewhere)
     dense = (model.weight_bytes(plan) - experts) if split.on_cpu or machine.platform == "soc" else 0
-    cache = max((machine.ram_bytes or 0) * PAGE_CACHE_SHARE - dense, 0)
-    return min(max(1 - cache / host, LEAST_MISSES), 1.0)
+    cache = max((machine.ram_bytes or 0) * rates["page_cache_share"] - dense, 0)
+    return min(max(1 - cache / host, 0.0), 1.0)
 
 
 def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) -> RunFacts:
     """Return what the rules of a runtime may ask of a row."""
-    run = RunFacts(date=row.text("date") or "9999", version=row.text("engine_version"), flags=row.flags, gpu=machine.gpu_name,
-                   latent=isinstance(model.attention, MlaAttention), kv_quantised=row.text("kv_type")[:1] in ("q", "i"), quant=row.text("quant"))  # fmt: skip
+    weights = model.params_total * (row.number("bits_per_weight") or 16.0) / 8
+    full = [a for a in map(model.attention_at, range(model.n_layers)) if isinstance(a, FullAttention)]
+    run = RunFacts(
+        date=row.text("date") or "9999",
+        version=row.text("engine_version"),
+        flags=row.flags,
+        latent=isinstance(model.attention, MlaAttention),
+        kv=row.text("kv_type") or "f16",
+        head=full[0].head_dim if full else 128,
+        room_twice=(machine.ram_bytes or math.inf) > 2 * weights,
+        mixed=row.text("offload_kind") in ("gpu_cpu_experts", "gpu_cpu_layers"),
+        gpu=machine.gpu_name,
+        quant=row.text("quant"),
+    )
     stated = row.number("flash_attn")
-    run = replace(run, mixed=row.text("offload_kind") in ("gpu_cpu_experts", "gpu_cpu_layers"))
     return replace(run, flash=runtime.choose("flash", run) == "yes" if stated is None else bool(stated))
 
 
@@ -277,10 +308,11 @@ def _parts(
     copies = link and runtime.choose("prefill_experts", run) == "gpu"
     apart = runtime.choose("norms", run) == "apart"
     absorbed = step.new_tokens > 1 and runtime.choose("latent_prompt", run) == "absorbed"
+    left_to_cpu = runtime.choose("gpu_attention", run) == "none"
     for layer in range(model.n_layers):
         if model.attention_at(layer).kind != "none":
             yield _projections(works, layer, step, apart)
-            yield _attention(works, layer, step, absorbed)
+            yield _attention(works, layer, step, absorbed, left_to_cpu)
         if model.dense_size(layer):
             yield Part("dense FFN", works.dense_ffn(layer, step.tokens), 1.0)
         if model.is_moe(layer):
@@ -323,8 +355,10 @@ def _projections(works: Works, layer: int, step: StepShape, apart: bool) -> Part
     return Part("projections", replace(work, kernels=work.kernels + NORM_KERNELS) if normed else work, 1.0)
 
 
-def _attention(works: Works, layer: int, step: StepShape, absorbed: bool) -> Part:
+def _attention(works: Works, layer: int, step: StepShape, absorbed: bool, left_to_cpu: bool) -> Part:
     a, work = works.model.attention_at(layer), scores(works, layer, step)
+    if left_to_cpu and not isinstance(a, LinearAttention):
+        work = replace(work, resource="cpu")
     if isinstance(a, LinearAttention):
         return Part("linear attention", work, 1.0)
     heads, window, width = 1, None, 0

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moesim.calibrate.bench import calibrate_from, profile_text
-from moesim.cli.options import check_target, note, say, write
+from moesim.cli.options import bundled, check_target, note, say, write
 from moesim.cli.progress import progress
 from moesim.errors import InputError
 
@@ -34,9 +34,20 @@ def command(
         ),
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(metavar="MACHINE", help="With --from: the machine they are of, as far as it is known.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="MACHINE",
+            help="With --from: the machine they are of, as far as it is known.",
+            autocompletion=bundled("hardware_profiles"),
+            show_default=False,
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(metavar="NAME", help="With --from: stands for the file that they name.", show_default=False)] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="With --from: stands for the file that they name.", autocompletion=bundled("models"), show_default=False
+        ),
+    ] = "",
 ) -> None:
     """Measure this machine as a hardware profile.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from moesim.cli.options import check_target, note, say, write
+from moesim.cli.options import bundled, check_target, note, say, write
 from moesim.llama.flags import to_scenario
 from moesim.llama.options import parse_command
 
@@ -21,8 +21,18 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 )
 def command(
     line: Annotated[str, typer.Argument(metavar="LINE", help="The command line, as one quoted argument.", show_default=False)],
-    hardware: Annotated[str, typer.Option(metavar="MACHINE", help="A profile, or parts joined by +.", show_default=False)],
-    model: Annotated[str, typer.Option(metavar="NAME", help="A bundled model or file in place of the line's -m.", show_default=False)] = "",
+    hardware: Annotated[
+        str,
+        typer.Option(
+            metavar="MACHINE", help="A profile, or parts joined by +.", autocompletion=bundled("hardware_profiles"), show_default=False
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="A bundled model or file in place of the line's -m.", autocompletion=bundled("models"), show_default=False
+        ),
+    ] = "",
     engine: Annotated[
         str, typer.Option(help="llama.cpp or ik_llama.cpp; default: told by the options that are used.", show_default=False)
     ] = "",

@@ -12,7 +12,7 @@ import typer
 
 from moesim import resources
 from moesim.cli.bundled import show_list
-from moesim.cli.options import ListFormat, ListOutput, say
+from moesim.cli.options import ListFormat, ListOutput, bundled, say
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile, figures, load_hardware
 from moesim.hardware.catalogue import part, part_names
@@ -33,7 +33,12 @@ _PLAIN_UNITS = {"B": "bytes", "B/s": "bytes_per_s", "FLOP/s": "flops_per_s"}
 def hardware(
     machine: Annotated[
         str | None,
-        typer.Argument(metavar="MACHINE", help="Show this machine: a profile, a file, or parts joined by +.", show_default=False),
+        typer.Argument(
+            metavar="MACHINE",
+            help="Show this machine: a profile, a file, or parts joined by +.",
+            autocompletion=bundled("hardware_profiles"),
+            show_default=False,
+        ),
     ] = None,
     parts: Annotated[bool, typer.Option("--parts", help="List the parts of the catalogue.")] = False,
     output: ListOutput = ListFormat.text,

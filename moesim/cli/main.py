@@ -24,22 +24,26 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 # command -> (module, first line of its help); a test compares the two.
 COMMANDS = {
-    "run": ("moesim.cli.run", "Simulate a scenario: does it fit, how fast is it, where does the time go."),
+    "run": ("moesim.cli.run", "Simulate a scenario: does it fit, how fast is it, and why."),
     "sweep": ("moesim.cli.sweep", "Compute many points of a scenario and find the best."),
-    "whatif": ("moesim.cli.whatif", "Show what a scenario's speed depends on, and what each change would buy."),
-    "size": ("moesim.cli.size", "Find the machines and upgrades that meet stated needs, the cheapest first."),
-    "doctor": ("moesim.cli.doctor", "Check a scenario for what usually goes wrong, and what each fault costs."),
+    "serve-sim": ("moesim.cli.serve_sim", "Simulate serving: requests arrive and wait, batches form."),
+    "whatif": ("moesim.cli.whatif", "Show what a scenario's speed depends on, and what to change."),
+    "size": ("moesim.cli.size", "Find machines and upgrades that meet needs, cheapest first."),
+    "doctor": ("moesim.cli.doctor", "Check a scenario for what usually goes wrong, and its cost."),
     "report": ("moesim.cli.report", "Write a page that shows one run or compares several."),
-    "budget": ("moesim.cli.budget", "Show where the memory goes, what is left, and the largest context that fits."),
+    "ui": ("moesim.cli.ui", "Open a page to try models, machines and policies on."),
+    "budget": ("moesim.cli.budget", "Show where the memory goes, and the largest context."),
     "from-llama": ("moesim.cli.from_llama", "Turn a llama.cpp command line into a scenario."),
     "suggest-flags": ("moesim.cli.suggest_flags", "Search the fastest llama.cpp flags for a scenario."),
     "models": ("moesim.cli.models", "List the bundled models."),
-    "hardware": ("moesim.cli.hardware", "List the bundled hardware profiles, the parts to compose one, or show a machine."),
+    "hardware": ("moesim.cli.hardware", "List the bundled hardware profiles, and parts to compose."),
     "scenarios": ("moesim.cli.scenarios", "List the bundled scenarios."),
     "calibrate": ("moesim.cli.calibrate", "Measure this machine as a hardware profile."),
     "validate": ("moesim.cli.validate", "Run schedules on real experts, compare with the simulation."),
+    "quality": ("moesim.cli.quality", "Measure what precision costs in quality, find the best plan."),
     "backtest": ("moesim.cli.backtest", "Predict what other people measured, and say how far off."),
     "trace": ("moesim.cli.trace", "Look into routing traces."),
+    "schema": ("moesim.cli.schema", "Print the JSON Schema of a kind of file, for editors."),
 }
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moesim import resources
 from moesim.errors import InputError
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports of a program whose reader went away
+
+
+def bundled(kind: str) -> Callable[[str], list[str]]:
+    """Return what completes the bundled names of one kind in a shell; where none fits the shell completes file names."""
+    return lambda incomplete: [name for name in resources.names(kind) if name.startswith(incomplete)]
 
 
 class Format(StrEnum):
@@ -31,7 +38,13 @@ class ListFormat(StrEnum):
 
 
 ScenarioName = Annotated[
-    str, typer.Argument(metavar="SCENARIO", help="A bundled name (see moesim scenarios) or a YAML file.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="SCENARIO",
+        help="A bundled name (see moesim scenarios) or a YAML file.",
+        autocompletion=bundled("scenarios"),
+        show_default=False,
+    ),
 ]
 Output = Annotated[Format, typer.Option("-o", "--output", help="Format of the answer on stdout.")]
 ListOutput = Annotated[ListFormat, typer.Option("-o", "--output", help="Format of the answer on stdout.")]
@@ -43,7 +56,11 @@ Assignments = Annotated[
 Machine = Annotated[
     str | None,
     typer.Option(
-        "--hardware", metavar="MACHINE", help="The same as --set hardware=MACHINE: a profile, or parts joined by +.", show_default=False
+        "--hardware",
+        metavar="MACHINE",
+        help="The same as --set hardware=MACHINE: a profile, or parts joined by +.",
+        autocompletion=bundled("hardware_profiles"),
+        show_default=False,
     ),
 ]
 

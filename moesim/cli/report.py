@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moesim.cli.options import Assignments, Machine, check_target, note, write
+from moesim.cli.options import Assignments, Machine, bundled, check_target, note, write
 from moesim.cli.run import progress
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.report.result_file import read_result
@@ -25,7 +25,12 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 def run(
     what: Annotated[
         list[str],
-        typer.Argument(metavar="SCENARIO|RESULT.json...", help="Scenarios, which are run, or what run -o json wrote.", show_default=False),
+        typer.Argument(
+            metavar="SCENARIO|RESULT.json...",
+            help="Scenarios, which are run, or what run -o json wrote.",
+            autocompletion=bundled("scenarios"),
+            show_default=False,
+        ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page: FILE.html or FILE.md.")] = Path("report.html"),
     assignments: Assignments = None,

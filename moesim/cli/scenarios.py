@@ -15,4 +15,5 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 @app.command(epilog="Example: moesim scenarios -o json")
 def scenarios(output: ListOutput = ListFormat.text) -> None:
     """List the bundled scenarios."""
-    show_list({name: load_scenario(path)[0].description for name, path in resources.names("scenarios").items()}, output)
+    paths = resources.names("scenarios") | resources.names("scenarios/serving")
+    show_list({name: load_scenario(path)[0].description for name, path in paths.items()}, output)

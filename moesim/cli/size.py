@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moesim.cli.options import Format, Output, say
+from moesim.cli.options import Format, Output, bundled, say
 from moesim.cli.run import progress
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.prices import load_prices
@@ -27,7 +27,15 @@ PRINTERS = {
 
 @app.command("size", epilog="Example: moesim size chat -o md > chat.md")
 def run(
-    needs: Annotated[str, typer.Argument(metavar="NEEDS", help="A bundled name (see scenarios/needs) or a YAML file.", show_default=False)],
+    needs: Annotated[
+        str,
+        typer.Argument(
+            metavar="NEEDS",
+            help="A bundled name (see scenarios/needs) or a YAML file.",
+            autocompletion=bundled("scenarios/needs"),
+            show_default=False,
+        ),
+    ],
     output: Output = Format.text,
     prices: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Prices that take the place of the bundled ones.", show_default=False)
@@ -37,7 +45,7 @@ def run(
         typer.Option(metavar="YYYY-MM-DD", help="The day against which ages of prices are told. [default: today]", show_default=False),
     ] = None,
 ) -> None:
-    """Find the machines and upgrades that meet stated needs, the cheapest first."""
+    """Find machines and upgrades that meet needs, the cheapest first."""
     try:
         today = datetime.date.fromisoformat(date) if date is not None else datetime.date.today()
     except ValueError:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from moesim.cli.options import Format, Output, check_target, note, say
+from moesim.cli.options import Format, Output, bundled, check_target, note, say
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.report import sweep as report_sweep
 from moesim.sweep import Sweep, plan_sweep, sweep
@@ -35,7 +35,13 @@ PRINTERS = {
 @app.command("sweep", epilog="Example: moesim sweep quickstart-switches --plot sweep.png")
 def run(
     file: Annotated[
-        str, typer.Argument(metavar="SWEEP", help="A bundled sweep (see scenarios/sweeps) or a YAML file.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="SWEEP",
+            help="A bundled sweep (see scenarios/sweeps) or a YAML file.",
+            autocompletion=bundled("scenarios/sweeps"),
+            show_default=False,
+        ),
     ],
     output: Output = Format.text,
     store: Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from moesim import resources
 from moesim.cli import trace_capture, trace_generate
-from moesim.cli.options import ListFormat, ListOutput, check_target, note, say, write
+from moesim.cli.options import ListFormat, ListOutput, bundled, check_target, note, say, write
 from moesim.errors import InputError
 from moesim.profile import RoutingProfile, save_profile
 from moesim.report import trace as report_trace
@@ -45,7 +45,13 @@ class PhaseName(StrEnum):
 
 
 AnyFile = Annotated[
-    str, typer.Argument(metavar="FILE", help="A trace of any known format, or the name of a bundled one.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="A trace of any known format, or the name of a bundled one.",
+        autocompletion=bundled("traces"),
+        show_default=False,
+    ),
 ]
 FormatName = Annotated[str, typer.Option("--format", metavar="NAME", help=FORMAT_HELP)]
 TopK = Annotated[int | None, typer.Option(metavar="K", min=1, help="Experts per token, where the file does not say.", show_default=False)]
@@ -71,7 +77,12 @@ def trace() -> None:
 
 @app.command(epilog="Example: moesim trace info tinymoe -o json")
 def info(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="An .npz file or the name of a bundled trace.", show_default=False)],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="An .npz file or the name of a bundled trace.", autocompletion=bundled("traces"), show_default=False
+        ),
+    ],
     output: ListOutput = ListFormat.text,
 ) -> None:
     """Show a trace's shape, skew, reuse, cache hit rates and predictability."""

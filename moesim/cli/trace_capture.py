@@ -11,8 +11,9 @@ import typer
 from moesim import resources
 from moesim.capture import capture, load_model
 from moesim.capture.files import prompts_of, read_prompts
+from moesim.capture.gguf import capture_gguf
 from moesim.capture.server import TIMEOUT_S, capture_server
-from moesim.cli.options import ListFormat, ListOutput, check_target, note, say
+from moesim.cli.options import ListFormat, ListOutput, bundled, check_target, note, say
 from moesim.errors import InputError
 from moesim.fetch import REGISTRY, fetch, find_public, is_cached
 from moesim.profile import RoutingProfile
@@ -42,7 +43,7 @@ def capture_command(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.npz", help="The trace to write.", show_default=False)],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Folder of a model in safetensors; with --server the model's name there.", show_default=False),
+        typer.Argument(metavar="MODEL", help="Folder of a model in safetensors, or a .gguf; with --server the model's name there.", show_default=False),
     ] = None,
     new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens to generate greedily after each prompt.")] = 0,
     max_prompt: Annotated[
@@ -72,9 +73,18 @@ def capture_command(
             progress=lambda done: note(f"{done} of {len(asked)} prompts"),
         )
         save_trace(trace, out)
+    elif model is not None and model.endswith(".gguf"):
+        trace = capture_gguf(
+            resources.find("models", model),
+            prompts,
+            out,
+            new_tokens=new_tokens,
+            max_prompt=max_prompt,
+            progress=lambda done, rows: note(f"{done} prompts, {rows:,} tokens"),
+        )
     else:
         if model is None:
-            raise InputError("MODEL", expected="a model's folder, or --server URL", got="neither")
+            raise InputError("MODEL", expected="a model's folder, a .gguf file, or --server URL", got="neither")
         asked_ids = read_prompts(prompts, model, max_prompt)
         trace = capture(
             load_model(model, device),
@@ -91,7 +101,13 @@ def capture_command(
 
 def plot_command(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="A trace of any known format, or the name of a bundled one.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="A trace of any known format, or the name of a bundled one.",
+            autocompletion=bundled("traces"),
+            show_default=False,
+        ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.png", help="The picture to write.", show_default=False)],
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that caches and predictors are judged on.")] = 4000,

@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from moesim import resources
-from moesim.cli.options import ListFormat, ListOutput, check_target, note, say
+from moesim.cli.options import ListFormat, ListOutput, bundled, check_target, note, say
 from moesim.errors import InputError
 from moesim.generate.bundled import bundled_likes, find_like
 from moesim.generate.fit import CLASSES, RANK, fit
@@ -29,7 +29,12 @@ def register(app: typer.Typer) -> None:
 
 
 def fit_command(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="An .npz file or the name of a bundled trace.", show_default=False)],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="An .npz file or the name of a bundled trace.", autocompletion=bundled("traces"), show_default=False
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The profile to write, a .json file.", show_default=False)],
     rank: Annotated[int, typer.Option(help="Factors that all layers share, at most.", min=1, max=512)] = RANK,
     classes: Annotated[int, typer.Option(help="Token classes, at most.", min=1, max=512)] = CLASSES,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moesim.doctor.checks import Suspicion, suspicions
+from moesim.html_table import html_table
 from moesim.simulate import Case, Result, load_case, simulate
 from moesim.units import show
 from moesim.whatif.figures import on
@@ -50,6 +51,11 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         return f"Diagnosis({self.name}: {len(self.findings)} findings)"
+
+    def _repr_html_(self) -> str:
+        gains = ["" if f.gain is None else f"{f.gain:+.3g} tokens/s" for f in self.findings]
+        rows = [(f.suspicion.code, f.suspicion.what, gain, f.suspicion.advice) for f, gain in zip(self.findings, gains, strict=True)]
+        return html_table(f"{self.name}: {len(rows)} findings", rows, ("code", "what", "gain", "advice"))
 
 
 def doctor(

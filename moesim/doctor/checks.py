@@ -215,11 +215,11 @@ def _quality(case: Case) -> Iterator[Suspicion]:
     layers = case.layout.moe_layers or (0,)
     formats = {part: case.plan.format(part, layers[0]) for part in ("attention", "routed_experts")}
     low = {part: f for part, f in formats.items() if f.bits_per_weight < 16}
-    if low:
+    if low and case.plan.known_quality(case.model.name) is None:
         evidence = ", ".join(f"{part} {f.name} ({f.bits_per_weight:.3g} bits)" for part, f in low.items())
         yield Suspicion("quality-unmeasured", "Q1, Q2, Q7", "weights are quantised and what that costs in quality is not known here",
                         f"{evidence}; practitioners claim 1.5 to 3 % for INT4 and under 1 % for INT8, by one average", (), None,
-                        "measure it on your own task, long texts apart")  # fmt: skip
+                        "moesim quality measures it; on your own task, long texts apart")  # fmt: skip
 
 
 def _unmeasured(case: Case) -> Iterator[Suspicion]:

@@ -117,6 +117,17 @@ class DesEngine:
                 raise MoesimError(f"deadlock at {self.env.now} ps: {self._waiting()}") from None
         return self._take()
 
+    def wait(self, until_ps: int) -> Timeline:
+        """Let time pass: all that happens up to ``until_ps`` happens, then the clock stands there; return the tasks that ended."""
+        if until_ps < self.env.now:
+            raise MoesimError(f"cannot wait until {until_ps} ps, it is {self.env.now} ps already")
+        while self.env.peek() <= until_ps:
+            self.env.step()
+        if self.env.now < until_ps:
+            self._event(RETIRE, until_ps - int(self.env.now))
+            self.env.step()
+        return self._take()
+
     def finish(self) -> Timeline:
         """Simulate until every task has ended; the clock stays at the last end, whatever stale timers are left."""
         try:

@@ -23,6 +23,9 @@ from moesim.schedule import Fragment, Lane
 from moesim.timeline import Timeline, plain
 
 Array = NDArray[Any]
+_COLUMN_TYPES: tuple[Any, ...] = (  # of ``columns``, but for shares and capacity
+    np.int8, np.int32, np.int16, np.bool_, np.int32, np.int64, np.int64, np.int8, np.int64, np.float64, np.float64,
+)  # fmt: skip
 
 
 def lane_table(lanes: tuple[Lane, ...]) -> Array:
@@ -72,31 +75,27 @@ class FastEngine:
         self._capacity = given[-1]
         return self._run(len(carried) + fragment.gate - fragment.first_task, fragment.first_task, given)
 
+    def wait(self, until_ps: int) -> Timeline:
+        """Let time pass: all that happens up to ``until_ps`` happens, then the clock stands there; return the tasks that ended."""
+        if until_ps < self.now_ps:
+            raise MoesimError(f"cannot wait until {until_ps} ps, it is {self.now_ps} ps already")
+        return self._run(-1, self.next_task, self._no_tasks(), until_ps)
+
     def finish(self) -> Timeline:
         """Simulate until every task has ended; the clock stays at the last end."""
-        kinds: tuple[Any, ...] = (
-            np.int8,
-            np.int32,
-            np.int16,
-            np.bool_,
-            np.int32,
-            np.int64,
-            np.int64,
-            np.int8,
-            np.int64,
-            np.float64,
-            np.float64,
-        )
-        none = [np.zeros(0, kind) for kind in kinds]
-        none[5] = np.zeros(1, np.int64)
-        return self._run(-1, self.next_task, (*none, np.zeros((0, len(self._capacity))), self._capacity))
+        return self._run(-1, self.next_task, self._no_tasks())
 
-    def _run(self, gate: int, first: int, given: tuple[Array, ...]) -> Timeline:
+    def _no_tasks(self) -> tuple[Array, ...]:
+        none = [np.zeros(0, kind) for kind in _COLUMN_TYPES]
+        none[5] = np.zeros(1, np.int64)
+        return (*none, np.zeros((0, len(self._capacity))), self._capacity)
+
+    def _run(self, gate: int, first: int, given: tuple[Array, ...], until: int = fs.NEVER) -> Timeline:
         status = fs.CONTENDED
-        if self._all_fifo:
+        if self._all_fifo and until == fs.NEVER:
             status, culprit, now, ended, state = run_linear(self.now_ps, gate, first, self._table, *self._carried, *given)
         if status == fs.CONTENDED:
-            status, culprit, now, ended, state = run_events(self.now_ps, gate, first, self._table, *self._carried, *given)
+            status, culprit, now, ended, state = run_events(self.now_ps, gate, until, first, self._table, *self._carried, *given)
         if status != fs.OK:
             raise self._problem(status, culprit, now, first, given[0], state[0])
         self.now_ps, self._carried = now, state

@@ -68,66 +68,74 @@ def join(flow_slot, n_flows, slot_row, s):
 
 
 def run_events(
-    now, gate, first, lanes, c_int, c_float, c_shares, c_deps, recent,
+    now, gate, stop, first, lanes, c_int, c_float, c_shares, c_deps, recent,
     lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Run the window up to the end of row ``gate`` (-1: to the end of all); return (status, task, now, what ended, next state)."""
+    """Run the window up to the end of row ``gate`` (-1: of all), or until ``stop`` if that is not NEVER, where the clock then stands;
+    return (status, task, now, what ended, next state)."""
     state = c_int, c_float, c_shares, c_deps, recent
-    dep_row = fs.rows_of(first, c_int, c_deps, recent, dep_start, dep_task)
+    c_ids = np.ascontiguousarray(c_int[:, fs.ID])
+    oldest = fs.oldest_of(first, c_ids, recent)
     columns, slots = fs.columns(len(c_int) + len(lane), now), fs.slots(lanes)
     fragment = lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares
     by_lane = np.bincount(np.concatenate([c_int[:, fs.LANE], lane]), minlength=len(lanes))
     queue_at = np.concatenate([[0], np.cumsum(by_lane)])
-    status, culprit, until = events(
-        fs.STAMP, now, gate, first, lanes, *state[:4], *fragment, capacity, dep_row, *columns, *slots, queue_at,
+    n_slots = len(slots[0])
+    scratch = (
+        np.empty((5, len(c_int) + len(lane)), np.int64), np.empty((6, len(lanes)), np.int64), np.zeros((3, n_slots), np.int64),
+        np.zeros((2, n_slots)), np.zeros((n_slots, len(capacity))),
     )  # fmt: skip
-    ended, state = fs.divide(until, now, first, lanes, state, dep_row, fragment, columns, slots)
+    status, culprit, until = events(
+        fs.STAMP, now, gate, stop, first, oldest, lanes, *state, c_ids, *fragment, capacity, *columns, *slots, queue_at, *scratch,
+    )  # fmt: skip
+    if stop != fs.NEVER:
+        until = stop
+    ended, state = fs.divide(until, now, first, oldest, lanes, state, c_ids, fragment, columns, slots, fs.unended(columns[1], until))
     return status, culprit, until, ended, state
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def events(
-    stamp, now, gate, first, lanes, c_int, c_float, c_shares, c_deps,
-    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity, dep_row,
+    stamp, now, gate, stop, first, oldest, lanes, c_int, c_float, c_shares, c_deps, recent, c_ids,
+    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
     start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume, queue_at,
+    by_row, by_lane, by_slot, flow_limits, flow_shares,
 ):  # fmt: skip
     """Fill the columns and slots of the window up to the end of row ``gate``; return (status, task, now).
 
-    ``queue_at`` (lanes + 1,) is where the tasks of each lane begin, if rows are sorted by lane.
+    ``queue_at`` (lanes + 1,) is where the tasks of each lane begin, if rows are sorted by lane. What stands behind it is scratch.
     """
     began = now
     n_carried, n_lanes, n_channels = len(c_int), len(lanes), len(capacity)
     rows, n_slots = len(start), len(slot_event)
     behind = len(dep_task)
-    ready_at = np.empty(rows, np.int64)
-    slot_row, slot_lane = np.empty(n_slots, np.int64), np.zeros(n_slots, np.int64)
-    flow_slot = np.zeros(n_slots, np.int64)  # the slots of flows, by ascending row
-    flow_cap, flow_rate = np.zeros(n_slots), np.zeros(n_slots)
-    flow_shares = np.zeros((n_slots, n_channels))
+    ready_at, queue = by_row[0], by_row[1]
+    heap_key = by_row[2]  # priority lanes use their stretch of the queue as a heap
+    watchers, watchers_next = by_row[3], by_row[4]  # of priority lanes: the first task that watches a row, and the next one after it
+    slot_row, slot_lane = by_slot[0], by_slot[1]
+    flow_slot = by_slot[2]  # the slots of flows, by ascending row
+    flow_cap, flow_rate = flow_limits[0], flow_limits[1]
     n_flows = 0
     share = False
     status, culprit = fs.OK, np.int64(-1)
 
     # per lane: how many of its tasks have left the queue, the dependency its head waits for, its heap
-    head, tail, blocked = np.empty(n_lanes, np.int64), np.empty(n_lanes, np.int64), np.empty(n_lanes, np.int64)
-    pending = np.empty(n_lanes, np.int64)  # priority lanes: the first task that may have become ready, linked by ``watchers_next``
-    queue = np.empty(rows, np.int64)
-    heap_key = np.empty(rows, np.int64)  # priority lanes use their stretch of the queue as a heap
-    n_ready = np.zeros(n_lanes, np.int64)
-    n_free = np.empty(n_lanes, np.int64)
+    head, tail, blocked = by_lane[0], by_lane[1], by_lane[2]
+    pending = by_lane[3]  # priority lanes: the first task that may have become ready, linked by ``watchers_next``
+    n_ready, n_free = by_lane[4], by_lane[5]
     by_priority = False
     for q in range(n_lanes):
         head[q] = tail[q] = queue_at[q]
         blocked[q] = pending[q] = -1
+        n_ready[q] = 0
         n_free[q] = lanes[q, fs.WIDTH]
         for i in range(lanes[q, fs.OFFSET], lanes[q, fs.OFFSET] + lanes[q, fs.WIDTH]):
             slot_lane[i] = q
             slot_row[i] = -1
         by_priority = by_priority or lanes[q, fs.PRIORITY] == 1
-    watchers = np.empty(rows if by_priority else 0, np.int64)  # the first task that watches a row, and the next one after it
-    watchers_next = np.empty(rows if by_priority else 0, np.int64)
-    for r in range(len(watchers)):
-        watchers[r] = watchers_next[r] = -1
+    if by_priority:
+        for r in range(rows):
+            watchers[r] = watchers_next[r] = -1
     left = rows
     for r in range(rows):
         f = r - n_carried
@@ -178,11 +186,12 @@ def events(
                     else:
                         d, d_end = dep_start[f], dep_start[f + 1]
                     while d < d_end:
-                        e = end[dep_row[d]]
-                        if e == fs.NOT_ENDED:
-                            watch = np.int64(dep_row[d])
-                            break
                         task = c_deps[d - behind, 0] if f < 0 else dep_task[d]
+                        row = fs.row_of(task, first, oldest, rows, c_ids, recent)
+                        e = end[row]
+                        if e == fs.NOT_ENDED:
+                            watch = row
+                            break
                         better = (e > ended_at) | ((e == ended_at) & (task > bound))
                         ended_at, bound, which = e if better else ended_at, task if better else bound, d if better else which
                         d += 1
@@ -264,6 +273,8 @@ def events(
                 upcoming = slot_event[s]
         if upcoming == fs.NEVER:
             status = fs.DEADLOCK
+            break
+        if upcoming > stop:
             break
         now = upcoming
         # retire

@@ -24,7 +24,6 @@ from moesim.timeline import CAUSE_HEAD_OF_LINE, NO_CAUSE
 
 MARGIN = 1 - 1e-9  # sums of rates round; below it max-min gives every flow its cap, to the bit
 BY_LANE = int(Dep.LANE)
-_SWEPT = fs.TOUCHED_AT, fs.IDLE_BEFORE, fs.FREED_BY, fs.LAST, fs.OFFSET, fs.WIDTH
 
 
 @njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -39,18 +38,19 @@ def flow_ps(fixed, flow, most, own_limit):
     return fixed if fixed > 0 else -1
 
 
-@njit(cache=True, error_model="numpy", nogil=True)
+@njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def durations(
-    stamp, lanes, c_int, c_float, c_shares, lane, work, latency, volume, cap, shares, capacity, duration, limit, c_limit, seen, on, user
-):
+    stamp, lanes, c_int, c_float, c_shares, lane, work, latency, volume, cap, shares, capacity, duration, limit, c_limit,
+    seen, on, user, each, top, peak,
+):  # fmt: skip
     """Return whether no channel can be contended and every task takes time. Fill how long each task takes, and the rate that channels of
     one's own allow (``limit`` per work and ``c_limit`` per carried task, both infinite at first).
 
     Tasks of one work take equally long, unless something has slowed each by a factor of its own. ``seen`` and ``on`` (W,) and
     ``user`` (C,) are scratch of -1: a task of each work; its lane, if it flows; the lane of each channel, -2 where there are several.
+    ``each`` and ``top`` (W,) and ``peak`` (lanes, C) are scratch of 0.
     """
     n_lanes, n_works, n_channels, n_carried = len(lanes), len(shares), len(capacity), len(c_int)
-    top = np.zeros(n_works)
     alike = True
     for f in range(len(work)):
         w = work[f]
@@ -78,7 +78,6 @@ def durations(
             for c in range(n_channels):
                 if c_shares[r, c] > 0.0 and user[c] != c_int[r, fs.LANE]:
                     user[c] = c_int[r, fs.LANE] if user[c] == -1 else -2
-    peak = np.zeros((n_lanes, n_channels))
     for w in range(n_works):
         if on[w] >= 0:
             for c in range(n_channels):
@@ -105,7 +104,6 @@ def durations(
         if not total < capacity[c] * MARGIN:
             return False
     if alike:
-        each = np.empty(n_works, np.int64)
         for w in range(n_works):
             g = seen[w]
             if g >= 0:
@@ -124,23 +122,21 @@ def durations(
 
 @njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def sweep(
-    stamp, now, first, lanes, c_int, c_float, c_deps, lane, dep_start, dep_task, dep_type, duration, c_limit, dep_row,
-    start, end, server, cause, why, slot_since, slot_rate, slot_volume, slot_end, slot_task, by_lane,
+    stamp, now, first, oldest, lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, c_limit,
+    start, end, server, cause, why, slot_since, slot_rate, slot_volume, slot_end, slot_task,
 ):  # fmt: skip
     """Fill the columns of the window in id order; False where a task is met that the linear pass must not handle.
 
-    No function that takes arrays is called in here, as each call would count references, atomically.
+    ``lanes`` is a copy: FREED_AT stands for the latest grant, TOUCHED_AT for the instant that IDLE_BEFORE and FREED_BY speak of.
     """
-    n_carried, behind = len(c_int), len(dep_task)
+    n_carried = len(c_int)
     rows = len(start)
-    # by_lane: per lane the latest grant, the instant that ``idle`` and ``freed`` speak of, the task granted last
-    granted, instant, idle, freed, last = by_lane[0], by_lane[1], by_lane[2], by_lane[3], by_lane[4]
-    offset_of, width_of = by_lane[5], by_lane[6]
     r = 0
     while r < rows:
         f = r - n_carried
         q = c_int[r, fs.LANE] if f < 0 else np.int64(lane[f])
-        offset, width = offset_of[q], width_of[q]
+        on = lanes[q]
+        offset, width = on[fs.OFFSET], on[fs.WIDTH]
         if f < 0 and c_int[r, fs.START] >= 0:  # under way
             flow, most = c_float[r, fs.VOLUME], c_float[r, fs.CAP]
             rate = most if most <= c_limit[r] else c_limit[r]
@@ -179,15 +175,17 @@ def sweep(
             if spent < 0:
                 return False
             ended_at, bound = c_int[r, fs.BOUND_END], c_int[r, fs.BOUND]
-            for d in range(behind + c_int[r, fs.DEP_FROM], behind + c_int[r, fs.DEP_TO]):
-                task, e = c_deps[d - behind, 0], end[dep_row[d]]
+            for d in range(c_int[r, fs.DEP_FROM], c_int[r, fs.DEP_TO]):
+                task = c_deps[d, 0]
+                e = end[fs.row_of(task, first, oldest, rows, c_ids, recent)]
                 better = (e > ended_at) | ((e == ended_at) & (task > bound))
                 ended_at, bound, which = e if better else ended_at, task if better else bound, d if better else which
-            bound_why = c_int[r, fs.BOUND_WHY] if which < 0 else c_deps[which - behind, 1]
+            bound_why = c_int[r, fs.BOUND_WHY] if which < 0 else c_deps[which, 1]
         else:
             spent, ready = duration[f], now
             for d in range(dep_start[f], dep_start[f + 1]):
-                task, e = dep_task[d], end[dep_row[d]]
+                task = dep_task[d]
+                e = end[fs.row_of(task, first, oldest, rows, c_ids, recent)]
                 better = (e > ended_at) | ((e == ended_at) & (task > bound))
                 ended_at, bound, which = e if better else ended_at, task if better else bound, d if better else which
             bound_why = np.int64(fs.DATA if which < 0 else dep_type[which])
@@ -205,23 +203,23 @@ def sweep(
         for i in range(offset + 1, offset + width):
             if slot_end[i] < slot_end[s]:
                 s = i
-        at = max(ready, granted[q], slot_end[s])
-        if at != instant[q]:
-            instant[q], idle[q], freed[q] = at, 0, NO_CAUSE
+        at = max(ready, on[fs.FREED_AT], slot_end[s])
+        if at != on[fs.TOUCHED_AT]:
+            on[fs.TOUCHED_AT], on[fs.IDLE_BEFORE], on[fs.FREED_BY] = at, 0, NO_CAUSE
             for i in range(offset, offset + width):
                 if slot_end[i] < at:
-                    idle[q] += 1
-                elif slot_end[i] == at and slot_task[i] > freed[q]:
-                    freed[q] = slot_task[i]
+                    on[fs.IDLE_BEFORE] += 1
+                elif slot_end[i] == at and slot_task[i] > on[fs.FREED_BY]:
+                    on[fs.FREED_BY] = slot_task[i]
         s = offset
         while slot_end[s] > at:
             s += 1
-        if ready < at and idle[q] == 0:
-            bound, bound_why = freed[q], np.int64(BY_LANE)
+        if ready < at and on[fs.IDLE_BEFORE] == 0:
+            bound, bound_why = on[fs.FREED_BY], np.int64(BY_LANE)
         elif ready < at:
-            bound, bound_why = last[q], np.int64(CAUSE_HEAD_OF_LINE)
+            bound, bound_why = on[fs.LAST], np.int64(CAUSE_HEAD_OF_LINE)
         start[r], server[r], cause[r], why[r], end[r] = at, s - offset, bound, bound_why, at + spent
-        granted[q], last[q], slot_end[s], slot_task[s] = at, own, at + spent, own
+        on[fs.FREED_AT], on[fs.LAST], slot_end[s], slot_task[s] = at, own, at + spent, own
         r += 1
     return True
 
@@ -229,9 +227,12 @@ def sweep(
 @njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
 def settle(
     until, now, first, lanes, c_int, c_float, lane, work, latency, volume, cap, limit, c_limit,
-    start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume, missing,
+    start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume, marked, missing,
 ):  # fmt: skip
-    """Turn the finished columns into how things stand at ``until``: the gate has ended, nothing has been granted since."""
+    """Turn the finished columns into how things stand at ``until``: the gate has ended, nothing has been granted since.
+
+    ``marked`` are the rows that had not ended before; ``missing`` (lanes,) is scratch.
+    """
     n_carried, n_lanes, rows = len(c_int), len(lanes), len(start)
     for q in range(n_lanes):
         missing[q] = True
@@ -245,9 +246,8 @@ def settle(
             if missing[q]:
                 missing[q], lanes[q, fs.LAST] = False, (c_int[r, fs.ID] if r < n_carried else first + r - n_carried)
                 left -= 1
-    for r in range(rows):
-        if end[r] < until:
-            continue
+    for m in range(len(marked)):
+        r = np.int64(marked[m])
         f = r - n_carried
         q = c_int[r, fs.LANE] if f < 0 else np.int64(lane[f])
         if start[r] < until:
@@ -287,26 +287,30 @@ def run_linear(
     refused = fs.CONTENDED, -1, now, None, state
     n_tasks, n_works, rows = len(lane), len(shares), len(c_int) + len(lane)
     duration, limit, c_limit = np.empty(n_tasks, np.int64), np.full(n_works, math.inf), np.full(len(c_int), math.inf)
-    scratch = (np.full(n, -1, np.int64) for n in (n_works, n_works, len(capacity)))
+    scratch = [np.full(n, -1, np.int64) for n in (n_works, n_works, len(capacity))]
+    scratch += np.zeros(n_works, np.int64), np.zeros(n_works), np.zeros((len(lanes), len(capacity)))
     of_work = latency, volume, cap
     if not durations(fs.STAMP, lanes, c_int, c_float, c_shares, lane, work, *of_work, shares, capacity, duration, limit, c_limit, *scratch):
         return refused
-    dep_row = fs.rows_of(first, c_int, c_deps, recent, dep_start, dep_task)
+    c_ids = np.ascontiguousarray(c_int[:, fs.ID])
+    oldest = fs.oldest_of(first, c_ids, recent)
     columns, slots = fs.columns(rows, now, empty=True), fs.slots(lanes)
     start, end, server, _, _ = columns
     _, _, slot_since, slot_rate, slot_volume = slots
-    by_lane = np.stack([np.full(len(lanes), now), *(lanes[:, i] for i in _SWEPT)])
+    own_lanes = lanes.copy()
+    own_lanes[:, fs.FREED_AT] = now
     ends = np.full(len(slot_since), now - 1, np.int64), np.full(len(slot_since), NO_CAUSE, np.int64)
     if not sweep(
-        fs.STAMP, now, first, lanes, c_int, c_float, c_deps, lane, dep_start, dep_task, dep_type, duration, c_limit, dep_row, *columns,
-        slot_since, slot_rate, slot_volume, *ends, by_lane,
+        fs.STAMP, now, first, oldest, own_lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, c_limit, *columns,
+        slot_since, slot_rate, slot_volume, *ends,
     ):  # fmt: skip
         return refused
     until = int(end[gate]) if gate >= 0 else max(now, int(end[:rows].max(initial=now)))
+    marked = fs.unended(end, until)
     settle(
-        until, now, first, lanes, c_int, c_float, lane, work, *of_work, limit, c_limit, start, end, server, *slots,
+        until, now, first, lanes, c_int, c_float, lane, work, *of_work, limit, c_limit, start, end, server, *slots, marked,
         np.empty(len(lanes), np.bool_),
     )  # fmt: skip
     fragment = lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, *of_work, shares
-    ended, state = fs.divide(until, now, first, lanes, state, dep_row, fragment, columns, slots)
+    ended, state = fs.divide(until, now, first, oldest, lanes, state, c_ids, fragment, columns, slots, marked)
     return fs.OK, -1, until, ended, state

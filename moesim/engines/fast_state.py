@@ -43,8 +43,9 @@ def _source_stamp() -> str:
 # all sources that get compiled into it, so that an edit in one of them is never answered from a stale cache.
 STAMP = np.zeros(1, [(f"sources_{_source_stamp()}", np.int8)])
 
-ceil_ps = njit(cache=True)(sharing.ceil_ps)
-max_min_rates = njit(cache=True, error_model="numpy")(sharing.max_min_rates)
+_INNER = {"_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+ceil_ps = njit(**_INNER)(sharing.ceil_ps)
+max_min_rates = njit(error_model="numpy", **_INNER)(sharing.max_min_rates)
 
 
 @njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -68,41 +69,27 @@ def urgency(use_step, use_layer, prefetch):
     return ((np.int64(use_step) << 16) + np.int64(use_layer) + 32768) * 2 + np.int64(prefetch)
 
 
-@njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
-def resolve(first, c_ids, c_deps, recent, before, dep_task, row):
-    """Fill ``row`` with that of each dependency, those of the fragment first, then those of carried tasks.
+@njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
+def row_of(task, first, oldest, before, c_ids, recent):
+    """Return the row of a task that another one depends on; ``oldest`` is that of the window, see ``oldest_of``.
 
-    What has ended before the window is the row behind the last, or, if it ended at the present instant, the one after that.
+    What has ended before the window is the row behind the last (``before``), or, if it ended at the present instant, the one after that.
     """
-    n_carried, n_deps, just_now = len(c_ids), len(dep_task), before + 1
-    oldest = first
-    if n_carried > 0:
-        oldest = min(oldest, c_ids[0])
-    if len(recent) > 0:
-        oldest = min(oldest, recent[0])
-    shift = n_carried - first
-    for d in range(n_deps):
-        task = dep_task[d]
-        if task >= first:
-            row[d] = min(task + shift, before)
-        elif task < oldest:
-            row[d] = before
-        else:
-            r = find(c_ids, task)
-            row[d] = r if r >= 0 else (just_now if find(recent, task) >= 0 else before)
-    for d in range(len(c_deps)):
-        row[n_deps + d] = find(c_ids, c_deps[d, 0])
-
-
-def rows_of(first, c_int, c_deps, recent, dep_start, dep_task):
-    """Return the row of each dependency, see ``resolve``."""
-    row = np.empty(len(dep_task) + len(c_deps), np.int32)
-    resolve(first, np.ascontiguousarray(c_int[:, ID]), c_deps, recent, len(c_int) + len(dep_start) - 1, dep_task, row)
+    row = min(task - first + len(c_ids), before) if task >= first else before
+    if oldest <= task and task < first:
+        row = find(c_ids, task)
+        if row < 0:
+            row = before + 1 if find(recent, task) >= 0 else before
     return row
 
 
+def oldest_of(first, c_ids, recent):
+    """Return the oldest task that a window which begins at task ``first`` knows of."""
+    return min([first, *c_ids[:1].tolist(), *recent[:1].tolist()])
+
+
 def columns(rows, now, empty=False):
-    """Return start, end, server, cause and its type of each row, with two ends behind the last that ``resolve`` speaks of. None has
+    """Return start, end, server, cause and its type of each row, with two ends behind the last that ``row_of`` speaks of. None has
     started; or, if ``empty``, all but the servers are to be filled in."""
     start, end, cause, why = np.empty(rows, np.int64), np.empty(rows + 2, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int8)
     if not empty:
@@ -117,30 +104,47 @@ def slots(lanes):
     return np.zeros(n, np.int64), np.full(n, NEVER, np.int64), np.zeros(n, np.int64), np.zeros(n), np.zeros(n)
 
 
-def divide(now, began, first, lanes, state, dep_row, fragment, columns, slots):
-    """Divide the window at ``now``: the columns of what has ended, and the state that the next window begins with."""
-    _, _, c_shares, _, recent = state
-    end = columns[1][:-2]
-    still = end < 0
-    marked = np.flatnonzero(still | (end == now)).astype(np.int32)
-    alive = int(np.count_nonzero(still))
-    kept = recent if began == now else recent[:0]
-    task = np.arange(first - len(state[0]), first + len(fragment[0]))
-    task[: len(state[0])] = state[0][:, ID]
-    next_recent = np.concatenate([kept, task[marked[end[marked] >= 0]]])
-    next_int, next_float, next_shares = np.zeros((alive, C_INT), np.int64), np.zeros((alive, 3)), np.zeros((alive, c_shares.shape[1]))
-    carried = state[0], state[1], c_shares, state[3]
-    pending = int(sum(_pending(state[0], fragment[5], marked[end[marked] < 0]))) if alive else 0
+@njit(cache=True, nogil=True, _nrt=False, no_cfunc_wrapper=True)
+def mark(end, until, marked):
+    """Fill ``marked`` with the rows that had not ended before ``until``, ascending; return how many they are."""
+    n = 0
+    for r in range(len(end)):
+        if end[r] >= until or end[r] == NOT_ENDED:
+            marked[n] = r
+            n += 1
+    return n
+
+
+def unended(end, until):
+    """Return the rows that had not ended before ``until``, ascending; ``end`` has two more places than there are rows."""
+    marked = np.empty(len(end) - 2, np.int32)
+    return marked[: mark(end[:-2], until, marked)]
+
+
+def divide(now, began, first, oldest, lanes, state, c_ids, fragment, columns, slots, marked):
+    """Divide the window at ``now``: the columns of what has ended, and the state that the next window begins with.
+
+    ``marked`` are the rows that had not ended before ``now``.
+    """
+    c_int, c_float, c_shares, c_deps, recent = state
+    ends = columns[1][marked]
+    alive = marked[ends == NOT_ENDED]
+    task = np.arange(first - len(c_int), first + len(fragment[0]))
+    task[: len(c_int)] = c_ids
+    next_recent = np.concatenate([recent if began == now else recent[:0], task[marked[ends == now]]])
+    n = len(alive)
+    next_int, next_float, next_shares = np.zeros((n, C_INT), np.int64), np.zeros((n, 3)), np.zeros((n, c_shares.shape[1]))
+    old, new = alive[alive < len(c_int)], alive[alive >= len(c_int)] - len(c_int)
+    pending = (c_int[old, DEP_TO] - c_int[old, DEP_FROM]).sum() + (fragment[5][new + 1] - fragment[5][new]).sum()
     next_deps = np.empty((pending, 2), np.int64)
-    if alive:
-        n_deps = collect(
-            began, first, lanes, *carried, dep_row, *fragment, *columns, *slots, marked, task, next_int, next_float, next_shares, next_deps
-        )
-        next_deps = next_deps[:n_deps]
-    ended = close_up(task, *columns, len(task) if not alive else int(marked[end[marked] < 0][0]))
+    n_deps = collect(
+        began, first, oldest, lanes, c_int, c_float, c_shares, c_deps, c_ids, recent, *fragment, *columns, *slots, alive, task, next_int, next_float,
+        next_shares, next_deps,
+    )  # fmt: skip
+    ended = close_up(task, *columns, int(alive[0]) if n else len(task))
     start, end, server, cause, why = columns
     return tuple(column[:ended] for column in (task, start, end, server, cause, why)), (
-        next_int, next_float, next_shares, next_deps, next_recent,
+        next_int, next_float, next_shares, next_deps[:n_deps], next_recent,
     )  # fmt: skip
 
 
@@ -154,27 +158,19 @@ def close_up(task, start, end, server, cause, why, n):
     return n
 
 
-def _pending(c_int, dep_start, alive):
-    """Dependencies of tasks that have not ended."""
-    old, new = alive[alive < len(c_int)], alive[alive >= len(c_int)] - len(c_int)
-    return (c_int[old, DEP_TO] - c_int[old, DEP_FROM]).sum(), (dep_start[new + 1] - dep_start[new]).sum()
-
-
 @njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
 def collect(
-    began, first, lanes, c_int, c_float, c_shares, c_deps, dep_row,
+    began, first, oldest, lanes, c_int, c_float, c_shares, c_deps, c_ids, recent,
     lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares,
-    start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume, marked, task,
+    start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume, alive, task,
     next_int, next_float, next_shares, next_deps,
 ):  # fmt: skip
-    """Fill the state that the next window begins with from those of the ``marked`` rows that have not ended; return its dependencies."""
-    n_carried = len(c_int)
-    k = d_to = 0
-    for m in range(len(marked)):
-        r = np.int64(marked[m])
+    """Fill the state that the next window begins with, from the rows ``alive`` that have not ended; return its dependencies."""
+    n_carried, before = len(c_int), len(start)
+    d_to = 0
+    for k in range(len(alive)):
+        r = np.int64(alive[k])
         f = r - n_carried
-        if end[r] >= 0:
-            continue
         if f < 0:
             for i in range(C_INT):
                 next_int[k, i] = c_int[r, i]
@@ -205,7 +201,7 @@ def collect(
             for d in range(d_from, d_end):
                 other = c_deps[d - behind, 0] if f < 0 else dep_task[d]
                 other_why = c_deps[d - behind, 1] if f < 0 else np.int64(dep_type[d])
-                e = end[dep_row[d]]
+                e = end[row_of(other, first, oldest, before, c_ids, recent)]
                 if e == NOT_ENDED:
                     next_deps[d_to, 0], next_deps[d_to, 1] = other, other_why
                     d_to += 1
@@ -214,5 +210,4 @@ def collect(
                     at, bound, bound_why = e, other, other_why
         next_int[k, BOUND_END], next_int[k, BOUND], next_int[k, BOUND_WHY] = at, bound, bound_why
         next_int[k, DEP_TO] = d_to
-        k += 1
     return d_to

@@ -21,7 +21,7 @@ from moesim.engines.real_inputs import Inputs, Pass
 from moesim.engines.real_layers import Network, combine
 from moesim.engines.real_slots import Key, Move, Place, TierSlots, at_start, tier_slots, traffic
 from moesim.engines.real_tasks import AT_START, NOBODY, ExpertTask, LoadTask, SlotCheck, Tag, Together
-from moesim.engines.real_weights import Matrix, Weights, load_weights
+from moesim.engines.real_weights import AdaptedMatrix, Matrix, Weights, load_weights
 from moesim.engines.real_workers import LaneProgram, Operation
 from moesim.errors import InputError, MoesimError
 from moesim.expert_store import ExpertStore
@@ -79,7 +79,7 @@ class Program:
     ) -> None:  # fmt: skip
         check_case(case)
         self.case, self.schedule, self.store, self.reader, self.threads = case, schedule, store, reader, threads
-        self.layout, self.model = case.layout, case.model
+        self.layout, self.model, self._weights = case.layout, case.model, weights
         self.links = dict(links or {})
         self.traffic = traffic(self.layout, schedule.lanes, schedule.fragments, at_start(case.planner()))
         tiers = tier_slots(self.layout, store.slot_bytes)
@@ -225,8 +225,19 @@ class Program:
         tokens = None if len(rows) == n_tokens and n_tokens == len(np.unique(rows // top_k)) else torch.from_numpy(rows // top_k)
         target = at.batch.rows[int(rows[0]) : int(rows[0]) + 1] if len(rows) == 1 else torch.from_numpy(rows)
         check = SlotCheck(self.store, key, slot.array[:size])
-        found = self.expert_tasks[task, key[1]] = ExpertTask(key, slot.tag, check, slot.matrices[layer], at.batch, tokens, target)
+        matrices = self._adapted(key, slot.matrices[layer])
+        found = self.expert_tasks[task, key[1]] = ExpertTask(key, slot.tag, check, matrices, at.batch, tokens, target)
         return found
+
+    def _adapted(self, key: Key, matrices: tuple[Matrix | None, Matrix, Matrix]) -> tuple[Matrix | None, Matrix, Matrix]:
+        """The matrices of a slot with the adapters of the expert that it holds."""
+
+        def adapted(matrix: Matrix, name: str) -> Matrix:
+            pair = self._weights.adapter(*key, name)
+            return matrix if pair is None else AdaptedMatrix(matrix, *pair)
+
+        gate, up, down = matrices
+        return None if gate is None else adapted(gate, "gate"), adapted(up, "up"), adapted(down, "down")
 
     def _load(self, task: int, lane: int) -> Operation:
         loads = self.load_tasks[task] = [self._move(move, lane) for move in self.traffic.moves[task]]

@@ -37,6 +37,19 @@ class Matrix(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedMatrix:
+    """A matrix and its low-rank correction, both in bf16 arithmetic."""
+
+    base: Matrix
+    a: Tensor  # (r, K)
+    b: Tensor  # (N, r)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        down = torch.nn.functional.linear(x, self.a)
+        return self.base.matmul(x) + torch.nn.functional.linear(down, self.b)
+
+
+@dataclass(frozen=True, slots=True)
 class PlainMatrix:
     """A matrix in fp32 or fp16; the result is rounded to bf16."""
 
@@ -61,11 +74,15 @@ class Weights(Protocol):
     def norm_eps(self) -> float: ...
 
     def tensor(self, spec: TensorSpec) -> Tensor | None:
-        """Return a weight tensor (rows, cols) float32, or None: to be drawn at random."""
+        """Return a weight tensor (rows, cols) float32, or its packed bytes in the plan's format, or None: to be drawn at random."""
         ...
 
     def expert(self, layer: int, expert: int, matrix: str) -> Tensor:
-        """Return one matrix of a routed expert, (N, K) float32; what an expert store is built from."""
+        """Return one matrix of a routed expert, (N, K) float32 or packed bytes; what an expert store is built from."""
+        ...
+
+    def adapter(self, layer: int, expert: int, matrix: str) -> tuple[Tensor, Tensor] | None:
+        """Return the low-rank adapter of one matrix of a routed expert, A (r, K) and B (N, r) in bf16, or None."""
         ...
 
     def text(self, trace: RoutingTrace) -> NDArray[np.int64] | None:
@@ -86,6 +103,9 @@ class RandomWeights:
 
     def expert(self, layer: int, expert: int, matrix: str) -> Tensor:
         raise InputError("expert weights", expected="a model with weights", got="random weights", fix="build the store without weights")
+
+    def adapter(self, layer: int, expert: int, matrix: str) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def text(self, trace: RoutingTrace) -> NDArray[np.int64] | None:
         return None
@@ -132,6 +152,9 @@ class TinyMoeWeights:
 
     def expert(self, layer: int, expert: int, matrix: str) -> Tensor:
         return self._tensors[f"layers.{layer}.experts.{expert}.{matrix}.weight"].float()
+
+    def adapter(self, layer: int, expert: int, matrix: str) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def text(self, trace: RoutingTrace) -> NDArray[np.int64] | None:
         with np.load(self._folder / "tinymoe.npz", allow_pickle=False) as file:
@@ -189,6 +212,8 @@ def load_weights(model: ModelSpec, plan: PrecisionPlan, weights: Weights, seed: 
     embedding = torch.zeros(0)
     for spec in model.all_tensors:
         given = weights.tensor(spec) if spec.part != "routed_experts" else None
+        if given is not None and given.dtype == torch.uint8 and spec.part in ("norms", "embeddings"):  # held in bf16, whatever they are stored in
+            given = view(given, packed_layout(plan.format(spec.part, spec.layer, spec.matrix), spec.rows, spec.cols)).dequantise()
         if spec.part == "norms":
             drawn = torch.zeros(spec.rows, spec.cols) if spec.matrix.endswith("_bias") else torch.ones(spec.rows, spec.cols)
             vectors[spec.layer, spec.matrix] = (drawn if given is None else given).reshape(-1).to(torch.bfloat16)
@@ -209,11 +234,15 @@ def _drawn(rng: np.random.Generator, spec: TensorSpec) -> Tensor:
 def _matrix(spec: TensorSpec, plan: PrecisionPlan, given: Tensor | None, rng: np.random.Generator) -> Matrix:
     format = plan.format(spec.part, spec.layer, spec.matrix)
     plain = _PLAIN.get(format.name)
-    if plain is not None:
+    if plain is not None and (given is None or given.dtype != torch.uint8):
         return PlainMatrix((_drawn(rng, spec) / spec.cols**0.5 if given is None else given).to(plain))
     try:
         layout = packed_layout(format, spec.rows, spec.cols)
     except InputError as error:
         raise error.under(f"precision.{spec.part}") from None
-    data = torch.from_numpy(random_packed(rng, layout)) if given is None else pack(given, format)
-    return view(data, layout)
+    if given is None:
+        given = torch.from_numpy(random_packed(rng, layout))
+    elif given.dtype != torch.uint8:
+        given = pack(given, format)
+    found = view(given, layout)
+    return PlainMatrix(found.dequantise().to(plain)) if plain is not None else found

@@ -25,7 +25,7 @@ from moesim.quant.packing import cpu_capability, pack, random_packed
 if TYPE_CHECKING:
     from torch import Tensor
 
-Weights = Callable[[int, int, str], "Tensor"]  # layer, expert, matrix -> (N, K) float32
+Weights = Callable[[int, int, str], "Tensor"]  # layer, expert, matrix -> (N, K) float32, or the packed bytes, uint8
 
 
 def build_store(
@@ -60,7 +60,7 @@ def build_store(
     scattered_piece : int
         Bytes of a piece where scattered, a multiple of ``align``.
     weights : callable, optional
-        Gives the (N, K) float32 weights of (layer, expert, matrix); by default they are drawn in packed form.
+        Gives the (N, K) float32 weights of (layer, expert, matrix), or their packed bytes; by default they are drawn in packed form.
     seed : int
         Of drawn weights, and of the order of scattered pieces.
     progress : callable, optional
@@ -159,6 +159,9 @@ def _fill(slot: NDArray[np.uint8], plan: SlotPlan, layer: int, expert: int, weig
             slot[at : at + layout.n_bytes] = random_packed(rng, layout)
             continue
         given = weights(layer, expert, name)
+        if given.dtype.itemsize == 1 and tuple(given.shape) == (layout.n_bytes,):
+            slot[at : at + layout.n_bytes] = given.numpy()
+            continue
         if tuple(given.shape) != (layout.rows, layout.cols):
             what = f"weights of {name}, expert {expert}, layer {layer}"
             raise InputError(what, expected=f"{layout.rows} outputs x {layout.cols} inputs", got=f"shape {tuple(given.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,21 @@ def find_like(name: str, base: Path | None = None, where: str = "") -> LikeProfi
 
 
 def read_like(path: Path) -> LikeProfile:
-    """Load a profile of either format."""
+    """Load a profile of either format; the same file is read and expanded once."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise InputError("profile", expected="a readable file", got=error.strerror or str(error), where=str(path)) from None
+    if found.st_size > MAX_FILE_BYTES:
+        raise InputError("profile", expected=f"at most {MAX_FILE_BYTES} bytes", got=str(found.st_size), where=str(path))
+    return _read(path.absolute(), path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(absolute: Path, path: Path, mtime_ns: int, size: int) -> LikeProfile:
+    """Read a file that looked so."""
     data: Any
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise InputError("profile", expected=f"at most {MAX_FILE_BYTES} bytes", got=str(path.stat().st_size), where=str(path))
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError("profile", expected="a readable file", got=error.strerror or str(error), where=str(path)) from None

@@ -137,6 +137,62 @@ def lagged(values: Floats, seq_id: NDArray[np.int32], row: NDArray[np.int64], la
     return _symmetric(values[first].T @ values[first + lag]) / max(1, len(first)), len(first)
 
 
+def covariance_of_mean(values: Floats, seq_id: NDArray[np.int32]) -> Floats:
+    """Covariance (n, n) of the mean over all rows, each sequence being one independent sample of its topic.
+
+    (T, n) values of mean 0. With w_i the part of the rows that sequence i has and T the covariance of one sequence's mean, the mean
+    over all has sum w_i^2 T, and the deviations w_i (mean_i - mean) have the squares (sum w_i^2 - 2 sum w_i^3 + (sum w_i^2)^2) T.
+    One sequence does not tell: 0.
+    """
+    start = np.flatnonzero(np.r_[True, seq_id[1:] != seq_id[:-1]])
+    parts = np.add.reduceat(values, start, axis=0) / len(values)
+    weight = np.diff(np.r_[start, len(values)]) / len(values)
+    square = float((weight**2).sum())
+    of_parts = square - 2 * float((weight**3).sum()) + square**2
+    return np.asarray(parts.T @ parts * (square / of_parts if len(start) > 1 else 0.0))
+
+
+def flatter_shares(share: Floats, square: float, n_rows: int) -> Floats:
+    """(L, E) shares whose squares add up to ``square``: the log rates of each layer, all drawn together by one factor."""
+    if square >= float((share**2).sum()):
+        return share
+    rate = np.log(-np.log1p(-np.clip(share, 0.3 / n_rows, 1 - 0.3 / n_rows)))
+    rate -= rate.mean(axis=1, keepdims=True)
+    total = share.sum(axis=1, keepdims=True)
+
+    def drawn_together(part: float) -> Floats:
+        shift = np.zeros_like(total)
+        for _ in range(60):
+            chance = -np.expm1(-np.exp(part * rate + shift))
+            shift += np.log(total / chance.sum(axis=1, keepdims=True))
+        return np.asarray(chance)
+
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float((drawn_together(middle) ** 2).sum()) < square else (low, middle)
+    return drawn_together(low)
+
+
+def turns(first: Floats, second: Floats, lacking: Floats) -> tuple[Floats, Floats]:
+    """Find A and B such that A first A' + B second B' is about first + second + lacking, for covariances (n, n).
+
+    In each direction of their sum, made white, each of the two takes what is lacking by its part in it; no step is longer than a tenth.
+    """
+    value, vector = np.linalg.eigh(first + second)
+    size = np.sqrt(np.maximum(value, max(1e-4 * value[-1], 1e-12)))
+    root, back = vector * size @ vector.T, vector / size @ vector.T
+    part, axes = np.linalg.eigh(back @ first @ back)
+    part = np.clip(part, 0, 1)
+    relative = axes.T @ back @ lacking @ back @ axes
+    out = []
+    for weight in (part, 1 - part):
+        value, vector = np.linalg.eigh(np.sqrt(weight)[:, None] * relative * np.sqrt(weight))
+        step = vector * (1 + np.clip(value / 2, -0.1, 0.1)) @ vector.T
+        out.append(np.asarray(root @ axes @ step @ axes.T @ back))
+    return out[0], out[1]
+
+
 def drift_covariances(
     targets: Sequence[Floats], lags: Sequence[int], weights: Sequence[float], persistence: Sequence[float], start: Floats, rounds: int = 60
 ) -> Floats:

@@ -6,11 +6,15 @@ It must not know about files. Four steps, deterministic for a given generator:
 2. race regression on pieces of all sequences gives loadings and the factors of each row; k-means on these gives token classes,
    their succession, and the drift of the factors within them;
 3. simulation-based calibration (indirect inference: Gourieroux, Monfort and Renault 1993, J. Appl. Econometrics 8): traces are drawn from
-   the profile, and bias, class succession and drifts are moved until shares, successions and G(lag) are those of the trace;
+   the profile, and bias, class means, class succession and drifts are moved until shares, the covariance between layers, successions
+   and G(lag) are those of the trace;
 4. the figures that the profile is made for are written beside it.
 
-The drift keeps the total covariance that step 2 found: a lagged covariance that is too small moves variance from fast parts to slow
-ones instead of adding any, because added Gaussian variance would blur the classes, and the layers would tell less of each other.
+The drift keeps the size that step 2 found: a lagged covariance that is too small moves variance from fast parts to slow ones instead
+of adding any, because added Gaussian variance would blur the classes, and the layers would tell less of each other.
+
+The mean over few sequences contains their topics. Their covariance is estimated from the sequences, added to G, and taken off the
+shares, which are flattened until their squares are smaller by its trace; without it topics would count twice.
 """
 
 from __future__ import annotations
@@ -28,18 +32,21 @@ from moesim.generate.factors import (
     Progress,
     Singles,
     clusters,
+    covariance_of_mean,
     drift_covariances,
+    flatter_shares,
     lagged,
     principal_factors,
     race_regression,
     response_inverse,
+    turns,
 )
 from moesim.generate.like import draw_experts, draw_latent
 from moesim.generate.routing_profile import CLASS_PERSISTENCE, FACTOR_PERSISTENCE, Figure, LikeProfile
 from moesim.trace import DECODE, PREFILL, RoutingTrace
 from moesim.trace_stats import FRACTIONS, LAGS, lru_hits, prediction_statistics, reuse, top_half_share
 
-RANK, CLASSES = 48, 24
+RANK, CLASSES = 48, 48
 _MOMENT_CELLS = 40_000_000  # rows x layers x experts whose choices are held at once (160 MB)
 _SAMPLED = (0, 1, 2, 4, 8, 16, 64)  # rows of a calibration sequence that are drawn
 _PAIRS = {1: ((0, 1), (1, 2)), 2: ((0, 2), (2, 4)), 4: ((0, 4), (4, 8)), 8: ((0, 8), (8, 16)), 16: ((0, 16),), 64: ((0, 64),)}
@@ -48,7 +55,10 @@ _FEWEST_PAIRS = 30
 # Successions of classes are taken back this far towards independence: at full strength the chain swings back after two rows, and
 # reuse at lag 2 came out as high as at lag 1 (chosen on mmlu_dev's half A).
 _SUCCESSION = 0.5
-_STRETCH = 1.8  # of the class means, at most
+_TILT = 50.0  # variance of a class's log weight, at most: with more the same class is drawn in every row anyway
+# Covariance between layers that is aimed at, in parts of the trace's, because the weakest directions stay below it: recall came out
+# 0.02 and 0.00 below halves A of mmlu_dev and sorry_bench at 1, 0.01 and 0.02 above at 1.1.
+_STRENGTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,7 @@ class Targets:
     share: Floats  # (L*E,) of rows in which an expert is chosen
     vectors: Singles  # (L*E, R) principal factors
     moments: dict[int, Floats]  # lag -> (R, R) covariance of the choices along them
+    between: Floats  # (R, R) that part of moments[0] which lies between different layers
     class_share: Floats  # (M,) of rows in each token class
     reuse: dict[int, Floats]  # lag -> (L,) reuse of each layer
 
@@ -172,11 +183,14 @@ def _first_guess(
     vectors, variances = principal_factors(chosen - share.astype(np.float32), trace.n_layers, rank, rng)
     scores = ((chosen - share.astype(np.float32)) @ vectors.astype(np.float32)).astype(np.float64)
     everything = np.arange(trace.n_rows)
+    topics = covariance_of_mean(scores, trace.seq_id)
+    flatter = flatter_shares(share.reshape(trace.n_layers, -1), float(share @ share - np.trace(topics)), trace.n_rows).ravel()
     moments = {}
     for lag in (0, *_PAIRS):
         covariance, pairs = lagged(scores, trace.seq_id, everything, lag)
         if pairs >= _FEWEST_PAIRS:
-            moments[lag] = covariance
+            moments[lag] = covariance + topics
+    between = moments[0] - _within_layers(chosen - share.astype(np.float32), vectors, trace.n_layers, trace.seq_id)
     rows = _pieces(trace, max_rows, rng)
     loadings, bias, factors = race_regression(chosen[rows], vectors, variances, progress=progress)
     del chosen
@@ -190,11 +204,12 @@ def _first_guess(
     succession = (succession + np.outer(class_share, class_share) * number) / (len(next_row) + number)
     within = factors - means[token_class]
     parts = [(lag, *lagged(within, seq_id, rows, lag)) for lag in moments]
-    kept = [(lag, covariance) for lag, covariance, pairs in parts if pairs >= _FEWEST_PAIRS]
+    topics = covariance_of_mean(within - within.mean(axis=0), seq_id)
+    kept = [(lag, covariance + topics) for lag, covariance, pairs in parts if pairs >= _FEWEST_PAIRS]
     lags, covariances = [lag for lag, _ in kept], [covariance for _, covariance in kept]
     nothing = np.zeros((len(FACTOR_PERSISTENCE), rank, rank))
     drift = drift_covariances(covariances, lags, [1.0] * len(kept), FACTOR_PERSISTENCE, nothing, 200)
-    drift[-1] += _without_negative(covariances[0] - drift.sum(axis=0))
+    drift[-1] += _within(covariances[0] - drift.sum(axis=0))
     follows = np.log(succession / succession.sum(axis=1, keepdims=True))
     shape = (trace.n_layers, trace.n_experts)
     profile = LikeProfile(
@@ -211,17 +226,29 @@ def _first_guess(
         repeat=np.zeros(trace.n_layers),
     )
     reused = {lag: np.array([value or 0.0 for value in reuse(trace, lag)["per_layer"]]) for lag in moments if lag}
-    return profile, Targets(share, vectors.astype(np.float32), moments, class_share, reused)
+    return profile, Targets(flatter, vectors.astype(np.float32), moments, between, class_share, reused)
+
+
+def _within_layers(deviation: Singles, vectors: Floats | Singles, n_layers: int, seq_id: NDArray[np.int32] | None = None) -> Floats:
+    """(R, R) covariance along the vectors that comes from the choices of one layer with each other."""
+    parts = zip(np.split(deviation, n_layers, axis=1), np.split(vectors.astype(np.float32), n_layers), strict=True)
+    total = np.zeros((vectors.shape[1], vectors.shape[1]))
+    for part, along in parts:
+        scores = (part @ along).astype(np.float64)
+        total += scores.T @ scores / len(scores)
+        if seq_id is not None:
+            total += covariance_of_mean(scores, seq_id)
+    return total
 
 
 def _calibrated(profile: LikeProfile, targets: Targets, rng: np.random.Generator, rounds: int, progress: Progress | None) -> LikeProfile:
-    """Draw, compare, correct; the last quarter of the rounds takes half steps."""
+    """Draw, compare, correct; the last quarter of the rounds takes half steps, and their mean is the result: one round follows its draw."""
+    late = []
     lags = [lag for lag in targets.moments if lag]
     total = profile.drift.sum(axis=0)
     number, n_sequences = len(profile.class_share), 1000
     length = _WARM + 1 + max(_SAMPLED if 64 in lags else _SAMPLED[:-1])
     share = np.clip(targets.share, 1e-5, 1 - 1e-5)
-    swell = 1.0
     aim = dict.fromkeys(targets.moments, 1.0)
     for done in range(rounds):
         gain = 0.7 if done < 0.75 * rounds else 0.35
@@ -243,12 +270,17 @@ def _calibrated(profile: LikeProfile, targets: Targets, rng: np.random.Generator
         missing = _missing(scores.reshape(n_sequences, len(at), -1), {lag: aim[lag] * moment for lag, moment in targets.moments.items()})
         inverse = response_inverse(factors - factors.mean(axis=0), scores, 0.03)
         wanted = [_at_lag(profile.drift, FACTOR_PERSISTENCE, lag) + gain * inverse.T @ missing[lag] @ inverse for lag in lags]
-        # Covariance between layers that is missing is given by classes farther apart: a wider Gaussian would blur them instead.
-        ratio = np.trace(targets.moments[0]) / max(np.trace(targets.moments[0] - missing[0]), 1e-9)
-        stretch = min(_STRETCH / swell, float(np.clip(ratio ** (0.3 * gain), 0.95, 1.08)))
-        swell *= stretch
+        within = _within_layers(chosen - drawn_share.astype(np.float32), targets.vectors, profile.n_layers)
+        flat = scores - scores.mean(axis=0)
+        lacking = _STRENGTH * targets.between - (flat.T @ flat / len(flat) - within)
+        # Where classes make the covariance their means move; where the drift does it is turned, and keeps its size: more would blur the classes.
+        middle = profile.class_mean - targets.class_share @ profile.class_mean
+        of_classes = (middle.T * targets.class_share) @ middle
+        class_turn, drift_turn = turns(of_classes, total, gain * inverse.T @ lacking @ inverse)
+        turned = drift_turn @ total @ drift_turn.T
+        total = turned * (np.trace(total) / max(np.trace(turned), 1e-12))
         drift = drift_covariances([total, *wanted], [0, *lags], [6.0] + [1.0] * len(lags), FACTOR_PERSISTENCE, profile.drift, 40)
-        changes: dict[str, Any] = {"drift": drift, "class_mean": profile.class_mean * stretch}
+        changes: dict[str, Any] = {"drift": drift, "class_mean": profile.class_mean @ class_turn.T}
         if number > 1:
             classes = latent.classes.reshape(n_sequences, length)
             changes |= _class_changes(profile, targets.class_share, classes[:, _WARM:], latent.tilt, scores, missing, at, gain)
@@ -256,12 +288,15 @@ def _calibrated(profile: LikeProfile, targets: Targets, rng: np.random.Generator
         seen = np.clip((drawn_share * rows + 2 * share) / (rows + 2), 1e-6, 1 - 1e-6)
         if {1, 2} <= set(lags):
             fade = targets.reuse[1] - targets.reuse[2] - drawn_reuse[1] + drawn_reuse[2]
-            changes["repeat"] = np.clip(profile.repeat + 2 * gain * fade, 0.0, 0.5)
+            changes["repeat"] = np.clip(profile.repeat + 5 * gain * fade, 0.0, 0.5)
         correction = np.clip(gain * (np.log(-np.log1p(-share)) - np.log(-np.log1p(-seen))), -1, 1)
         profile = replace(profile, bias=profile.bias + correction.reshape(profile.bias.shape), **changes)
+        if done + 1 >= 0.75 * rounds:
+            late.append(profile)
         if progress is not None:
             progress("calibration", done + 1, rounds)
-    return profile
+    moved = ("bias", "class_step", "class_mean", "class_drift", "drift", "repeat")
+    return replace(profile, **{name: np.mean([getattr(each, name) for each in late], axis=0) for name in moved})
 
 
 def _class_changes(
@@ -286,6 +321,7 @@ def _class_changes(
     if lags:
         wanted = [_at_lag(drift, CLASS_PERSISTENCE, lag) + 0.5 * gain * inverse.T @ missing[lag] @ inverse for lag in lags]
         drift = drift_covariances(wanted, lags, [1.0] * len(lags), CLASS_PERSISTENCE, drift, 30)
+        drift = np.stack([_within(part, _TILT) for part in drift])
     return {"class_step": profile.class_step + gain * step, "class_drift": drift}
 
 
@@ -316,9 +352,10 @@ def _at_lag(stack: Floats, persistence: Sequence[float], lag: int) -> Floats:
     return np.asarray(np.einsum("p,pij->ij", np.array(persistence) ** lag, stack))
 
 
-def _without_negative(matrix: Floats) -> Floats:
+def _within(matrix: Floats, most: float = np.inf) -> Floats:
+    """The nearest covariance whose variance along any direction is from 0 to ``most``."""
     value, vector = np.linalg.eigh(matrix)
-    return np.asarray((vector * np.maximum(value, 0)) @ vector.T)
+    return np.asarray((vector * np.clip(value, 0, most)) @ vector.T)
 
 
 def _prefill_shift(trace: RoutingTrace, decode: RoutingTrace) -> Floats:

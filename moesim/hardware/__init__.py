@@ -7,6 +7,7 @@ meaning of attained bandwidth and flow cap, are in ``hardware_parts.py``.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,8 @@ from moesim.hardware.parts import (
     problem,
     times,
 )
+from moesim.html_table import html_table
+from moesim.units import show
 
 __all__ = [
     "CORES", "Basis", "Channel", "ChannelFacts", "ComputeFormat", "Device", "Engines", "FastRegion", "Figure", "HardwareProfile", "Interference",
@@ -116,6 +119,15 @@ class HardwareProfile(Spec):
                 raise problem(("interference", i, "beside"), f"a lane other than {pair.lane}", f'"{pair.beside}"')
         self._check_shape()
         return self
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, str]] = [(name, show(tier.capacity.value, "bytes")) for name, tier in self.tiers.items()]
+        rows += [(f"{name} bandwidth", show(channel.bandwidth.value, "bytes_per_s")) for name, channel in self.channels.items()]
+        for name, device in self.devices.items():
+            rows.append((f"{name} peak", ", ".join(f"{form} {show(rate.value, 'flops_per_s')}" for form, rate in device.peak.items())))
+        stated = Counter(figure.basis for _, figure in figures(self))
+        rows.append(("figures", ", ".join(f"{count} {basis}" for basis, count in stated.most_common())))
+        return html_table(f"{self.name}: {self.description}", rows)
 
     def _check_shape(self) -> None:
         """What a machine as a whole must have: one main memory, and a way to each memory of its own."""
@@ -244,6 +256,20 @@ class HardwareProfile(Spec):
                     update={"curve": _curve(store.curve, factor), "engines": store.engines.model_copy(update=ways)}
                 )
         return self.model_copy(update={"channels": channels, "devices": devices, "links": links, "storage": storage})
+
+    def clocked(self, clocks: Mapping[str, float]) -> HardwareProfile:
+        """Return the machine with devices at a share of their full clock: arithmetic and measured task times change, memory does not."""
+        devices = dict(self.devices)
+        for name, clock in clocks.items():
+            if clock != 1:
+                device = devices[name]
+                dequant = device.dequant_bytes_per_s
+                devices[name] = device.model_copy(update={
+                    "peak": {f: times(peak, clock) for f, peak in device.peak.items()},
+                    "dequant_bytes_per_s": None if dequant is None else times(dequant, clock),
+                    "kernels": tuple(p.model_copy(update={"time": times(p.time, 1 / clock)}) for p in device.kernels),
+                })  # fmt: skip
+        return self.model_copy(update={"devices": devices})
 
     def derated(self, factor: float | None = None) -> HardwareProfile:
         """Return the machine with all bandwidths and peaks times ``factor`` (claim B1), latencies and sizes as they are.

@@ -106,6 +106,10 @@ class Figure(Spec, Generic[T]):
             return {"value": data}
         raise problem((), "a quantity, or value with basis and source", "nothing" if data is None else repr(data)[:60])
 
+    @classmethod
+    def short_schema(cls, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        return dict(fields["value"])
+
     @model_validator(mode="after")
     def _has_source(self) -> Figure[T]:
         value: Any = self.value
@@ -224,6 +228,29 @@ class KernelPoint(Spec):
     time: Figure[Time]
 
 
+class ThermalStep(Spec):
+    """The share of its full clock that a device runs at while it has drawn more than ``above`` of late."""
+
+    above: Figure[Power]
+    clock: Figure[Share]
+
+
+class Thermal(Spec):
+    """How a device slows down when it is warm: ``time_constant`` is that of its first-order thermal lag, see ``energy.py``."""
+
+    time_constant: Figure[Annotated[Time, Field(gt=0)]]
+    steps: Annotated[tuple[ThermalStep, ...], Field(strict=False, min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Thermal:
+        for i, (a, b) in enumerate(zip(self.steps, self.steps[1:], strict=False), start=1):
+            if b.above.value <= a.above.value:
+                raise problem(("steps", i, "above"), f"rising power, more than {show(a.above.value, 'w')}", show(b.above.value, "w"))
+            if b.clock.value >= a.clock.value:
+                raise problem(("steps", i, "clock"), f"a falling clock, less than {a.clock.value:g}", f"{b.clock.value:g}")
+        return self
+
+
 class Device(Spec):
     """A compute unit: its memory, peak rates by compute format, attainable shares, limits and power.
 
@@ -251,9 +278,14 @@ class Device(Spec):
     kernels: Annotated[tuple[KernelPoint, ...], Field(strict=False)] = ()
     idle_power: Figure[Power] | None = None
     active_power: Figure[Power] | None = None
+    thermal: Thermal | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Device:
+        if self.thermal is not None:
+            for field in ("idle_power", "active_power"):
+                if getattr(self, field) is None:
+                    raise missing(field)
         for i, fmt in enumerate(self.formats or ()):
             if self.compute_format(fmt) is None:
                 raise problem(("formats", i), f"a format with a peak, or a wider one listed too; peaks: {', '.join(self.peak)}", f'"{fmt}"')

@@ -77,6 +77,10 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
     places = _places(command, meant.model, machine, notes)
     run = _facts(command, meant.model, machine, runtime, places)
     context = _context(command, runtime)
+    copies = command.engine == MAINLINE and places.mixed and command.copies_experts and runtime.choose("prefill_experts", run) == "gpu"
+    placement = _placement(places, meant.model, machine, command.mapped)
+    if copies:
+        _stream(placement, places, meant.model, machine, runtime)
     scenario: dict[str, Any] = {
         "name": name or "from-llama",
         "model": meant.name,
@@ -88,7 +92,7 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
             "prefill_chunk": command.chunk, "cached_tokens": command.depth,
         },
         "memory": {"context_tokens": context, "mla_compressed": _compressed(command, runtime, run)},
-        "placement": _placement(places, meant.model, machine, command.mapped),
+        "placement": placement,
         "io": {"engine": "mmap"} if command.mapped and machine.storage else {},
         "granularity": "layer",
     }  # fmt: skip
@@ -99,10 +103,9 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
     plan = stated_plan(spec.precision, None if not _from_file(meant.precision) else make_case(spec).plan, "")
     layout = Layout(spec, meant.model, plan, machine)
     cards = max(len(set(places.attention) - {"cpu"}), 1)
-    copies = command.engine == MAINLINE and places.mixed and command.copies_experts
-    buffers = list(compute_buffers(layout, runtime, run, command.chunk, context, gpus=cards, copies=copies))
+    buffers = list(compute_buffers(layout, runtime, run, command.chunk, context, gpus=cards))
     scenario["memory"]["workspace"] = f"{max(buffers)} B"
-    notes += _unmodelled(command, places, spec)
+    notes += _unmodelled(command, places, spec, bool(_cards(machine)))
     return Translation({key: value for key, value in scenario.items() if value != {}}, tuple(dict.fromkeys(notes)))
 
 
@@ -198,9 +201,9 @@ def _facts(command: LlamaCommand, model: ModelSpec, machine: HardwareProfile, ru
     flags |= set() if command.mapped else {"no-mmap"}
     cards = _cards(machine)
     run = RunFacts(flags=frozenset(flags), latent=isinstance(model.attention, MlaAttention), mixed=places.mixed,
-                   kv_quantised=command.cache_k[:1] in ("q", "i"), gpu=str(machine.devices[cards[0]].chip) if cards else "")  # fmt: skip
+                   kv=command.cache_k, gpu=str(machine.devices[cards[0]].chip) if cards else "")  # fmt: skip
     flash = runtime.choose("flash", run) == "yes" if command.flash is None else command.flash
-    return RunFacts(flags=run.flags, latent=run.latent, mixed=run.mixed, kv_quantised=run.kv_quantised, gpu=run.gpu, flash=flash)
+    return RunFacts(flags=run.flags, latent=run.latent, mixed=run.mixed, kv=run.kv, gpu=run.gpu, flash=flash)
 
 
 def _compressed(command: LlamaCommand, runtime: Runtime, run: RunFacts) -> bool:
@@ -240,6 +243,13 @@ def _placement(places: Places, model: ModelSpec, machine: HardwareProfile, mappe
     return out | ({"layers": rules} if rules else {})
 
 
+def _stream(placement: dict[str, Any], places: Places, model: ModelSpec, machine: HardwareProfile, runtime: Runtime) -> None:
+    """Large batches copy experts in main memory to the GPU, into room for one of a layer's three matrices."""
+    placement["stream_from"] = runtime.copy_from_tokens
+    for device in dict.fromkeys(a for a, e in zip(places.attention, places.routed_experts, strict=True) if a != "cpu" and e == "cpu"):
+        placement["pools"].setdefault(machine.devices[device].tier, {"hold": "all"})["transient_slots"] = -(-model.n_experts // 3)
+
+
 def _threads(command: LlamaCommand, machine: HardwareProfile, places: Places, scenario: dict[str, Any], notes: list[str]) -> None:
     """Fewer threads than cores: the CPU's arithmetic in proportion."""
     cpu = machine.devices["cpu"]
@@ -256,16 +266,16 @@ def _threads(command: LlamaCommand, machine: HardwareProfile, places: Places, sc
         notes.append(f"-t {command.threads}: more than the CPU's {cpu.cores.value} cores; not modelled")
 
 
-def _unmodelled(command: LlamaCommand, places: Places, spec: Scenario) -> list[str]:
+def _unmodelled(command: LlamaCommand, places: Places, spec: Scenario, has_card: bool) -> list[str]:
     """What a scenario has no counterpart for, in one line each."""
     out = []
     if not command.kv_on_gpu and set(places.attention) != {"cpu"}:
         out.append("-nkvo: a scenario keeps the K/V cache with attention; the GPU's memory is overstated by it, and attention is too fast")
     if command.split_mode in ("row", "tensor", "graph", "attn"):
         out.append(f"-sm {command.split_mode}: cards that share a layer are not modelled; layers are divided as -sm layer does")
-    if places.mixed and command.copies_experts and command.prompt >= 32:
+    if has_card and "cpu" in places.attention and command.engine == MAINLINE and command.copies_experts and command.prompt >= 32:
         out.append(
-            "prompts: llama.cpp copies experts in main memory to the GPU from 32 tokens on; here the CPU computes them (backtest models it)"
+            "prompts: llama.cpp also copies the layers that lie in main memory to the GPU from 32 tokens on; here the CPU computes them"
         )
     if places.attention[0] == "cpu" and places.head != "cpu":
         out.append("-ngl: the compute buffer is counted where layer 0 runs, in main memory")

@@ -116,7 +116,7 @@ def _laid_out(case: Case, kv: str, chunk: int, engine: str, on_cpu: int, first: 
     runtime = runtime_of(engine)
     context = -(-case.layout.context_tokens // runtime.kv_round_tokens) * runtime.kv_round_tokens
     latent = isinstance(model.attention, MlaAttention)
-    run = RunFacts(latent=latent, mixed=bool(on_cpu) and not cpu, kv_quantised=kv != "fp16")
+    run = RunFacts(latent=latent, mixed=bool(on_cpu) and not cpu, kv="f16" if kv == "fp16" else kv.lower())
     workspace = max(compute_buffers(case.layout, runtime, run, chunk, context, copies=run.mixed and engine == MAINLINE))
     device, work = "cpu" if cpu else "gpu", scenario.workload
     changed = scenario.model_copy(update={

@@ -34,8 +34,8 @@ _COSTS = {"latency_ps": np.int64, "volume": np.float64, "cap": np.float64, "shar
 class _Open:
     """A fragment of which some tasks have not ended."""
 
-    def __init__(self, fragment: Fragment, costs: Costs) -> None:
-        self.fragment, self.costs = fragment, costs
+    def __init__(self, fragment: Fragment, costs: Costs, begin_ps: int) -> None:
+        self.fragment, self.costs, self.begin_ps = fragment, costs, begin_ps
         self.missing = fragment.n_tasks
         self.times: dict[str, Array] = {}
 
@@ -135,12 +135,14 @@ class Meter:
     def step_end_ps(self) -> Ints:
         return np.concatenate(self._step_end) if self._step_end else np.zeros(0, np.int64)
 
-    def add(self, fragment: Fragment, costs: Costs, ended: Timeline) -> None:
-        """Take a fragment, and the tasks that ended while the engine advanced through it."""
+    def add(self, fragment: Fragment, costs: Costs, ended: Timeline, begin_ps: int = 0) -> None:
+        """Take a fragment, and the tasks that ended while the engine advanced through it; ``begin_ps`` is when the engine had it, if that
+        was after the end of the one before.
+        """
         if not self.n_tasks:
             self._begin_channels(costs)
         self.n_tasks += fragment.n_tasks
-        self._open.append(_Open(fragment, costs))
+        self._open.append(_Open(fragment, costs, begin_ps))
         self._take(ended)
 
     def finish(self, ended: Timeline) -> None:
@@ -168,6 +170,7 @@ class Meter:
             each.fill(ended, self._kernels.place)
         while self._open and not self._open[0].missing:
             done = self._open.pop(0)
+            self._begin = max(self._begin, done.begin_ps)
             self._measure(done.fragment, done.costs, done.times)
 
     def _read(self, array: Array, dtype: Any) -> Any:

@@ -14,13 +14,17 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from moesim.cost import CostModel
 from moesim.hardware import kind
 from moesim.layout import Layout
 from moesim.ledger import OutOfMemory, spread
+from moesim.planner.forecast import Forecast, Sites
+from moesim.planner.handover import LINE as HANDOVER
+from moesim.planner.handover import Handover
 from moesim.planner.loads import Group, Loader
 from moesim.planner.residency import Deps
 from moesim.planner.works import Works
-from moesim.schedule import Dep, Fragment, FragmentBuilder, Kind, Lane, Work
+from moesim.schedule import Dep, Fragment, FragmentBuilder, Kind, Work
 from moesim.trace import RoutingTrace
 from moesim.workload import Step, Steps
 
@@ -62,16 +66,21 @@ class Planner:
         self.n_experts = layout.model.n_experts
         self.moe = layout.moe_layers
         self.moe_index = {layer: i for i, layer in enumerate(self.moe)}
-        self.lanes = lanes_of(layout)
+        self.lanes = layout.lanes
         self.lane = {lane.name: i for i, lane in enumerate(self.lanes)}
         self.tiers, self.lines = tuple(layout.capacities), layout.line_names
         self.works = Works(layout)
         self.builder = FragmentBuilder(len(self.lanes))
+        if "costs" in layout.depends_on:
+            self.builder = Forecast(self.lanes, CostModel(layout.hardware))
+        self.handover = Handover(layout, self.builder, self.lane, self.works)
         self.loader = Loader(layout, self.builder, self.lane, self.works, popularity, self._future)
+        self.sites: Sites | None = None
+        if isinstance(self.builder, Forecast):
+            self.sites = Sites(layout, self.works, self.builder, self.lane, self.loader.in_main)
         self.micro_batches = min(self.scenario.pipeline.micro_batches, self.scenario.workload.batch)
         self.out_of_memory = self._fits_at_start()
         self._kv_now = dict.fromkeys(layout.kv_tiers, 0) | {tier: size for tier, line, size in self._initial() if line == "KV cache"}
-        self._queues: dict[str, tuple[list[int], list[int]]] = {"task": ([], []), "result": ([], [])}  # puts, gets
         io = self.scenario.io
         periods = {tier: plan.spec.refresh_tokens for tier, plan in layout.pools.items()}
         periods[FAST_MAP] = io.fast_map_refresh_tokens if io.fast_map == "refreshed" else 0
@@ -101,7 +110,7 @@ class Planner:
                 size = self.loader.at_start[line.tier]
             elif line.name == "KV cache" and memory.kv != "maximum":
                 size = self.layout.kv_bytes(line.tier, cached)
-            elif line.name == "hand-over queues":
+            elif line.name == HANDOVER:
                 size = 0
             yield line.tier, line.name, size
 
@@ -128,7 +137,7 @@ class Planner:
             return
         pending = 0
         for step, upcoming in zip(self.steps, chain(islice(self.steps, 1, None), [None]), strict=True):
-            self._first, self.loader.step = self.builder.next_task, step.index
+            self._begin(step.index)
             self._grow_kv(step)
             if self.out_of_memory is not None:
                 break
@@ -140,12 +149,18 @@ class Planner:
         if pending:
             yield self.builder.build()
 
+    def _begin(self, index: int) -> None:
+        """Begin a step: what is emitted from here on belongs to it."""
+        self._first, self.loader.step, self.handover.step = self.builder.next_task, index, index
+
     def _grow_kv(self, step: Step) -> None:
         """Make room for the tokens of a step: note what changes when its first attention starts, or set ``out_of_memory``."""
         memory, layout = self.scenario.memory, self.layout
         context = step.context + step.rows.shape[1]
         self._changes: list[tuple[str, str, int]] = []  # tier, line, bytes
         self._room: Deps = []  # what must end before the KV cache takes room of experts
+        if memory.kv == "maximum" and memory.kv_bytes is None and context <= layout.context_tokens:
+            return
         for tier, now in self._kv_now.items():
             need = layout.kv_bytes(tier, context)
             usable = layout.capacities[tier].usable_bytes
@@ -191,12 +206,10 @@ class Planner:
         """Emit one forward pass."""
         builder, m = self.builder, self.micro_batches
         self.step, self.upcoming = step, upcoming
-        ids = self.trace.expert_ids[step.rows]  # (B, N, L, K)
-        parts = np.array_split(np.arange(step.rows.shape[0]), m)
-        self.sequences = [len(part) for part in parts]
-        self.tokens = [len(part) * step.rows.shape[1] for part in parts]
-        self.chosen = [[_tally(ids[part, :, i]) for i in range(len(self.moe))] for part in parts]
+        self.sequences, self.tokens, parts = self._split(step)
+        self.chosen = [[_tally(ids[..., i, :]) for i in range(len(self.moe))] for ids in parts]
         self.routers: dict[int, list[int]] = {}
+        self.streamed: set[int] = set()  # layers whose experts are all fetched in this step
         self.out: list[Deps] = [[*self._lookup(), *self._room]] * m  # what the next attention of each micro-batch waits for
         self.where = [self.layout.attention_device[0]] * m
         self._refresh()
@@ -205,6 +218,16 @@ class Planner:
         builder.end_step(step.index, self._first, last, step.phase, step.tokens, step.emits)
         self._routers = self.routers
         self._count()
+
+    def _split(self, step: Step) -> tuple[list[int], list[int], list[NDArray[np.int16]]]:
+        """Sequences, tokens and chosen experts (..., L, K) of each micro-batch of a step."""
+        ids = self.trace.expert_ids[step.rows]  # (B, N, L, K)
+        parts = np.array_split(np.arange(step.rows.shape[0]), self.micro_batches)
+        return [len(part) for part in parts], [len(part) * step.rows.shape[1] for part in parts], [ids[part] for part in parts]
+
+    def _attention_work(self, layer: int, mb: int) -> Work:
+        new = self.step.rows.shape[1]
+        return self.works.attention(layer, self.sequences[mb], new, self.step.context + new)
 
     def _task(self, kind_: Kind, device: str, work: Work, deps: Deps, layer: int, expert: int = -1, slot: int = -1) -> int:
         return self.builder.task(kind_, self.lane[device], work, deps, step=self.step.index, layer=layer, expert=expert, slot=slot)
@@ -239,14 +262,11 @@ class Planner:
     def _front(self, k: int) -> None:
         """Attention, router, hand-over and shared expert of one item; a dense layer as a whole."""
         layer, mb = divmod(k, self.micro_batches)
-        step, layout, tokens = self.step, self.layout, self.tokens[mb]
+        layout, tokens = self.layout, self.tokens[mb]
         device = layout.attention_device[layer]
-        deps = self._bring(self.where[mb], device, self.out[mb], layer, tokens)
+        deps = self.handover.bring(self.where[mb], device, self.out[mb], layer, tokens)
         self.where[mb] = device
-        new = step.rows.shape[1]
-        attention = self._task(
-            Kind.ATTENTION, device, self.works.attention(layer, self.sequences[mb], new, step.context + new), deps, layer
-        )
+        attention = self._task(Kind.ATTENTION, device, self._attention_work(layer, mb), deps, layer)
         if k == 0:
             for tier, line, delta in self._changes:
                 self.builder.memory(attention, False, self.tiers.index(tier), self.lines.index(line), delta)
@@ -255,15 +275,17 @@ class Planner:
             return
         router = self._task(Kind.ROUTER, device, self.works.router(layer, tokens), [(attention, Dep.DATA)], layer)
         self.routers.setdefault(self.moe_index[layer], []).append(router)
-        hand = router
-        if layout.expert_device[layer] != device:
-            hand = self._put("task", device, layout.expert_device[layer], [(router, Dep.DATA)], layer, tokens)
+        if mb == 0 and layout.streamed_to(layer) and self._streams(layer, router):
+            self.streamed.add(layer)
+        hand, home = router, self._home(layer)
+        if home != device:
+            hand = self.handover.put("task", device, home, [(router, Dep.DATA)], layer, tokens)
         shared: Deps = []
         work = self.works.shared_expert(layer, tokens)
         if work is not None:
             where = layout.shared_device[layer]
-            before = self._bring(device, where, [(attention, Dep.DATA)], layer, tokens)
-            shared = self._bring(where, device, [(self._task(Kind.FFN, where, work, before, layer), Dep.DATA)], layer, tokens)
+            before = self.handover.bring(device, where, [(attention, Dep.DATA)], layer, tokens)
+            shared = self.handover.bring(where, device, [(self._task(Kind.FFN, where, work, before, layer), Dep.DATA)], layer, tokens)
         self._open[k] = (router, hand, shared)
 
     def _back(self, k: int) -> Deps:
@@ -273,28 +295,71 @@ class Planner:
             return []
         layout, tokens = self.layout, self.tokens[mb]
         router, hand, _ = self._open[k]
-        here, device = layout.attention_device[layer], layout.expert_device[layer]
+        here, home = layout.attention_device[layer], self._home(layer)
         ready: Deps = [(hand, Dep.DATA)]
-        if device != here:
-            ready = [(self._get("task", device, hand, layer, tokens), Dep.DATA)]
-        i = self.moe_index[layer]
-        keys = [i * self.n_experts + e for e in self.chosen[mb][i]]
-        tier = layout.tier_of(device)
+        if home != here:
+            ready = [(self.handover.get("task", home, hand, layer, tokens), Dep.DATA)]
         done: Deps = []
-        if layout.in_place and tier != layout.main_tier:
-            near = self.loader.near(tier, (self.step.index, i))
-            far = [key for key in keys if key not in near]
-            keys = [key for key in keys if key in near]
-            if far:
-                sent = self._bring(device, "cpu", ready, layer, tokens)
-                done += self._bring("cpu", device, self._experts(layout.main_tier, "cpu", far, layer, mb, sent, router), layer, tokens)
-        if keys:
-            done += self._experts(tier, device, keys, layer, mb, ready, router)
+        away: list[tuple[str, Deps]] = []
+        for device, keys in self._places(layer, mb, home, router, ready).items():
+            sent = self.handover.bring(home, device, ready, layer, tokens)
+            results = self._experts(layout.tier_of(device), device, keys, layer, mb, sent, router)
+            if device == home:
+                done += results
+            else:
+                away.append((device, results))
+        for device, results in away:  # last, so that no load queues behind the way home
+            done += self.handover.bring(device, home, results, layer, tokens)
         if mb == self.micro_batches - 1:
-            self.loader.end_of_use((self.step.index, i))
-        if device != here:
-            done = [(self._put("result", device, here, done or ready, layer, tokens), Dep.DATA)]
+            self.loader.end_of_use((self.step.index, self.moe_index[layer]))
+        if home != here:
+            done = [(self.handover.put("result", home, here, done or ready, layer, tokens), Dep.DATA)]
         return done
+
+    def _home(self, layer: int) -> str:
+        """The device that a layer-set is handed to: its experts' own; attention's, where several own them; or the one that it is streamed to."""
+        layout = self.layout
+        if layer in self.streamed:
+            return layout.streamed_to(layer)
+        return layout.expert_device[layer] if len(layout.owners[layer]) == 1 else layout.attention_device[layer]
+
+    def _streams(self, layer: int, router: int) -> bool:
+        """Whether all experts of a layer that the CPU would compute are fetched in this step."""
+        stated = self.scenario.placement.stream_from
+        if self.sites is None or isinstance(stated, int):
+            return isinstance(stated, int) and self.step.tokens >= stated
+        home, i = self.layout.streamed_to(layer), self.moe_index[layer]
+        tokens: Counter[int] = Counter()
+        for chosen in self.chosen:
+            tokens.update(chosen[i])
+        near, far = self._near(home, i, {i * self.n_experts + e: n for e, n in tokens.items()})
+        return self.sites.streams(layer, home, near, far, (router, router), self.step.tokens)
+
+    def _near(self, device: str, i: int, tokens: dict[int, int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Part keys into those that a device finds in its memory, and the others."""
+        near = self.loader.near(self.layout.tier_of(device), (self.step.index, i))
+        return {key: n for key, n in tokens.items() if key in near}, {key: n for key, n in tokens.items() if key not in near}
+
+    def _places(self, layer: int, mb: int, home: str, router: int, ready: Deps) -> dict[str, list[int]]:
+        """The keys of a layer-set by the device that computes them, the CPU first where it stands in for others."""
+        layout, i = self.layout, self.moe_index[layer]
+        owned: dict[str, dict[int, int]] = {}
+        for expert, tokens in self.chosen[mb][i].items():
+            owned.setdefault(layout.owner(layer, expert), {})[i * self.n_experts + expert] = tokens
+        if layer in self.streamed:
+            return {home: [key for keys in owned.values() for key in keys]}
+        out: dict[str, list[int]] = {}
+        for device, keys in owned.items():
+            if layout.in_place and layout.tier_of(device) != layout.main_tier:
+                near, far = self._near(device, i, keys)
+                fetched: set[int] = set()
+                if self.scenario.placement.site == "hybrid" and self.sites is not None:
+                    fetched = self.sites.fetched(layer, device, near, far, (router, ready[-1][0]), self.tokens[mb])
+                out["cpu"] = [*out.get("cpu", []), *(key for key in far if key not in fetched)]
+                out[device] = [key for key in keys if key in near or key in fetched]
+            else:
+                out[device] = [*out.get(device, []), *keys]
+        return {device: keys for device, keys in out.items() if keys}
 
     def _tail(self, k: int, results: Deps) -> None:
         """Combine of one item, and after a layer's last item the prefetches issued there."""
@@ -303,8 +368,8 @@ class Planner:
             return
         router, _, shared = self._open.pop(k)
         here = self.layout.attention_device[layer]
-        if self.layout.expert_device[layer] != here:
-            results = [(self._get("result", here, results[0][0], layer, self.tokens[mb]), Dep.DATA)]
+        if self._home(layer) != here:
+            results = [(self.handover.get("result", here, results[0][0], layer, self.tokens[mb]), Dep.DATA)]
         work = self.works.combine(layer, self.tokens[mb])
         combine = self._task(Kind.COMBINE, here, work, [*results, *shared] or [(router, Dep.DATA)], layer)
         self.out[mb] = [(combine, Dep.DATA)]
@@ -320,7 +385,7 @@ class Planner:
         device, layer = self.layout.head_device, self.layout.model.n_layers
         deps: Deps = []
         for mb in range(self.micro_batches):
-            deps += self._bring(self.where[mb], device, self.out[mb], layer, self.sequences[mb])
+            deps += self.handover.bring(self.where[mb], device, self.out[mb], layer, self.sequences[mb])
         return self._task(Kind.HEAD, device, self.works.head(self.step.emits), deps, layer)
 
     # ---- experts
@@ -385,45 +450,13 @@ class Planner:
         elif not source:
             return
         layer = self.moe[target]
-        device = self.layout.expert_device[layer]
         ranked = predicted[rows.ravel(), target].T.ravel()  # the likeliest of every token first
-        keys = [target * self.n_experts + int(e) for e in dict.fromkeys(ranked.tolist()) if e >= 0]
-        self.loader.prefetch(self.layout.tier_of(device), keys, [(t, Dep.DATA) for t in source], (step.index, target))
-
-    # ---- hand-over
-
-    def _bring(self, source: str, target: str, deps: Deps, layer: int, tokens: int) -> Deps:
-        """Copy hidden states to another device where it does not share their memory (or the scenario stages them)."""
-        if source == target or not deps:
-            return deps
-        tiers = self.layout.tier_of(source), self.layout.tier_of(target)
-        if tiers[0] == tiers[1] and self.scenario.pipeline.hidden_states == "shared":
-            return deps
-        lane = source if tiers[0] == tiers[1] else self.layout.link(*tiers)
-        return [(self._task(Kind.COPY, lane, self.works.copy(lane, tokens), deps, layer), Dep.DATA)]
-
-    def _put(self, queue: str, source: str, target: str, deps: Deps, layer: int, tokens: int) -> int:
-        """Put an item into a bounded queue: the i-th put waits for the (i - depth)-th get (timing rule 7)."""
-        puts, gets = self._queues[queue]
-        deps = self._bring(source, target, deps, layer, tokens)
-        before = len(puts) - self.scenario.pipeline.queue_depth
-        if before >= 0:
-            deps = [*deps, (gets[before], Dep.QUEUE)]
-        task = self._task(Kind.PUT, source, self.works.handoff(source), deps, layer)
-        puts.append(task)
-        self._queue_memory(target, task, tokens)
-        return task
-
-    def _get(self, queue: str, target: str, put: int, layer: int, tokens: int) -> int:
-        """Take the item that ``put`` put in."""
-        task = self._task(Kind.GET, target, self.works.handoff(target), [(put, Dep.DATA)], layer)
-        self._queues[queue][1].append(task)
-        self._queue_memory(target, task, -tokens)
-        return task
-
-    def _queue_memory(self, device: str, task: int, tokens: int) -> None:
-        size = tokens * self.layout.model.hidden_size * 2
-        self.builder.memory(task, True, self.tiers.index(self.layout.tier_of(device)), self.lines.index("hand-over queues"), size)
+        keys: dict[str, list[int]] = {}
+        for e in dict.fromkeys(ranked.tolist()):
+            if e >= 0:
+                keys.setdefault(self.layout.tier_of(self.layout.owner(layer, e)), []).append(target * self.n_experts + e)
+        for tier, mine in keys.items():
+            self.loader.prefetch(tier, mine, [(t, Dep.DATA) for t in source], (step.index, target))
 
     # ---- what is refreshed at step borders
 
@@ -454,19 +487,3 @@ def _tally(ids: NDArray[np.int16]) -> dict[int, int]:
     counts = Counter(ids.ravel().tolist())
     counts.pop(-1, None)
     return dict(sorted(counts.items()))
-
-
-def lanes_of(layout: Layout) -> tuple[Lane, ...]:
-    """Return the lanes of a layout: devices first, then links, then storage (whose width is the number of I/O threads)."""
-    used = {
-        *layout.attention_device,
-        *layout.shared_device,
-        *layout.expert_device,
-        layout.head_device,
-        *(["cpu"] if layout.in_place else []),
-    }
-    scenario = layout.scenario
-    lanes = [Lane(name) for name in layout.hardware.devices if name in used]
-    lanes += [Lane(name, discipline=scenario.lanes) for name in layout.hardware.links]
-    lanes += [Lane(name, width=scenario.io.threads, discipline=scenario.lanes) for name in layout.hardware.storage]
-    return tuple(lanes)

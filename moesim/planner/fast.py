@@ -9,6 +9,7 @@ The first use after installation compiles for some seconds and caches the machin
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from moesim.schedule import Fragment, Ints, Work
 from moesim.trace import RoutingTrace
 from moesim.workload import Step, Steps
 
-STEPS_PER_FRAGMENT = 32
+STEPS_PER_FRAGMENT, ROWS_PER_FRAGMENT = 64, 4096  # a fragment ends where one of both is reached
 _POLICIES = {"static": pk.STATIC, "lru": pk.LRU, "lfu": pk.LFU}
 _TYPES = (  # kind, step, layer, expert, lane, step and layer of use, prefetch, slot, work; whether a load grew the arena
     np.int8, np.int32, np.int16, np.int16, np.int8, np.int32, np.int16, np.bool_, np.int32, np.int32, np.bool_,
@@ -30,15 +31,22 @@ _TYPES = (  # kind, step, layer, expert, lane, step and layer of use, prefetch, 
 _SOURCES = {"none": pk.NONE, "router": pk.ROUTER, "previous": pk.PREVIOUS, "both": pk.BOTH}
 
 
-def uncovered(planner: Planner) -> str:
+def uncovered(planner: Planner, granularities: tuple[str, ...] = ("expert",)) -> str:
     """Return why the kernel does not cover a planner that has not begun yet; empty where it does."""
     layout, scenario = planner.layout, planner.scenario
     if planner.micro_batches > 1:
         return "micro-batches"
-    if scenario.granularity != "expert":
+    if scenario.granularity not in granularities:
         return f"granularity {scenario.granularity}"
     if layout.in_place:
         return "experts computed in place"
+    if scenario.placement.stream_from != "never":
+        return "streamed layers"
+    if any(len(devices) > 1 for devices in layout.owners):
+        return "experts split among devices"
+    devices = [*layout.attention_device, layout.head_device]
+    if any(not _share_memory(layout, a, b) and len(_hops(layout, a, b)) > 1 for a, b in pairwise(devices)):
+        return "hidden states that pass through main memory"
     if planner.loader.buffers:
         return "prefetch into buffers"
     if scenario.memory.kv_from_experts:
@@ -88,6 +96,12 @@ def _share_memory(layout: Layout, source: str, target: str) -> bool:
     return source == target or shared and layout.tier_of(source) == layout.tier_of(target)
 
 
+def _hops(layout: Layout, source: str, target: str) -> tuple[str, ...]:
+    """The lanes that copy hidden states from one device to another."""
+    tiers = layout.tier_of(source), layout.tier_of(target)
+    return (source,) if tiers[0] == tiers[1] else layout.route(*tiers)
+
+
 class CompiledPlanner(Planner):
     """A planner whose ``fragments`` are compiled where ``uncovered`` is empty, and the reference's elsewhere; see ``Planner``.
 
@@ -123,7 +137,8 @@ class CompiledPlanner(Planner):
         while upcoming is not None:
             steps: list[Step] = []
             changes: list[tuple[int, int, int, int]] = []
-            while upcoming is not None and len(steps) < steps_per_fragment:
+            rows = 0
+            while upcoming is not None and len(steps) < steps_per_fragment and rows < ROWS_PER_FRAGMENT:
                 self._grow_kv(upcoming)
                 if self.out_of_memory is not None:
                     break
@@ -131,6 +146,7 @@ class CompiledPlanner(Planner):
                     if delta:
                         changes.append((len(steps), self.tiers.index(tier), self.lines.index(line), delta))
                 steps.append(upcoming)
+                rows += upcoming.rows.size
                 upcoming = next(coming, None)
             if steps:
                 yield self._plan(steps, upcoming, changes)
@@ -179,17 +195,13 @@ class CompiledPlanner(Planner):
         run[pk.HEAD_LANE] = self.lane[layout.head_device]
         run[pk.HEAD_COPY_LANE] = self._copy_lane(layout.attention_device[-1], layout.head_device)
         run[pk.KEEP], run[pk.N_MOE] = layout.model.top_k, len(self.moe)
-        self._ids = np.require(self.trace.expert_ids, np.int16, ["C", "W"])
         nothing = np.full((1, 1, 1), -1, np.int16)
-        self._ahead = nothing if self.predicted is None else np.require(self.predicted, np.int16, ["C", "W"])
+        self._ids, self._ahead = _fixed(self.trace.expert_ids), _fixed(nothing if self.predicted is None else self.predicted)
         self._start()
 
     def _copy_lane(self, source: str, target: str) -> int:
         """The lane that copies hidden states from one device to another, -1 where none needs to."""
-        if _share_memory(self.layout, source, target):
-            return -1
-        tiers = self.layout.tier_of(source), self.layout.tier_of(target)
-        return self.lane[source if tiers[0] == tiers[1] else self.layout.link(*tiers)]
+        return -1 if _share_memory(self.layout, source, target) else self.lane[_hops(self.layout, source, target)[0]]
 
     def _start(self) -> None:
         """Set down the pools of the experts' own tiers as they are before the first step."""
@@ -334,6 +346,13 @@ class CompiledPlanner(Planner):
             out = np.concatenate([out, rows])
             out = out[np.argsort(out[:, 0], kind="stable")]
         return out
+
+
+def _fixed(ids: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The same, in the one layout that the kernel is compiled for."""
+    view = np.ascontiguousarray(ids, np.int16).view()
+    view.flags.writeable = False
+    return view
 
 
 def _alike(values: Sequence[Hashable]) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
+from numba.cpython.unsafe.numbers import trailing_zeros
 
 from moesim.schedule import Dep, Kind, Outcome
 
@@ -38,9 +39,9 @@ ABSENT = np.int64(-1)  # SLOT
 UNUSED, PINNED = np.arange(1, 3)  # EARLY: prefetched and not used since; kept from leaving besides. Not prefetched: 0
 # ``rings``, one row a tier: its transient slots; those given back follow, (slot, what it waits for), oldest first
 FREE, HEAD, N_FREED, FRESH_SLOTS, FRESH_SLOT, FREED = np.arange(6)
-# ``set_``: columns by member of the layer-set, by expert, by room that victims gave back
-EXPERT, TURN, FRESH, GREW, WAIT, FFN, COUNT, MARK, ROOM_SLOT, ROOM_WAIT = np.arange(10)
-SET_FIELDS = 10
+# ``set_``: columns by member of the layer-set, by expert, by room that victims gave back, by 64 experts
+EXPERT, TURN, FRESH, GREW, WAIT, FFN, COUNT, MARK, ROOM_SLOT, ROOM_WAIT, CHOSEN = np.arange(11)
+SET_FIELDS = 11
 WAITING, NOW, SERVED = np.arange(3)  # TURN
 ROW_OF_CODE, CODE_OF_ROW = np.arange(2)  # rows of ``works``
 
@@ -52,10 +53,9 @@ NOTHING, ZERO, ONE = np.arange(-1, 2)
 U_ONE = np.uint64(1)  # a place that is unsigned cannot count from the end, which spares the question
 
 inner = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
-inlined = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
-@inlined
+@inner
 def _task(run, works, columns, deps, kind, lane, layer, expert, step, use_step, use_layer, early, grew, slot, code, after, after_too, why):
     """Append a task that waits for up to two tasks (-1: none) beside those that were written for it already; return its id."""
     kinds, steps_of, layers_of, experts_of, lanes_of, use_steps, use_layers, earlies, slots, rows_of, grown = columns
@@ -110,21 +110,21 @@ def _plain(run, works, columns, deps, kind, lane, layer, step, code, after):
 @inner
 def _layer_set(rows, first, past, ids, i, set_):
     """Set down the experts that some rows choose in a layer, ascending, and the tokens of each; return how many there are."""
-    n = 0
     for r in range(first, past):
         for k in range(ids.shape[2]):
-            e = ids[rows[r], i, k]
+            e = np.int64(ids[rows[r], i, k])
             if e >= 0:
                 set_[e, COUNT] += 1
-                if set_[e, COUNT] == 1:
-                    m = n
-                    while m > 0 and set_[m - 1, EXPERT] > e:
-                        set_[m, EXPERT] = set_[m - 1, EXPERT]
-                        m -= 1
-                    set_[m, EXPERT] = e
-                    n += 1
-    for m in range(n):
-        set_[m, TURN] = WAITING
+                set_[e >> 6, CHOSEN] |= ONE << (e & 63)
+    n = 0
+    for word in range((set_.shape[0] + 63) >> 6):
+        left = np.uint64(set_[word, CHOSEN])
+        set_[word, CHOSEN] = 0
+        while left > 0:
+            set_[n, EXPERT] = (word << 6) + np.int64(trailing_zeros(left))
+            set_[n, TURN] = WAITING
+            left &= left - U_ONE
+            n += 1
     return n
 
 
@@ -163,7 +163,7 @@ def _make_room(pool, home, set_, stamp, missing):
     return True
 
 
-@inlined
+@inner
 def _enter(x, slot):
     x[SLOT] = slot
     x[LOADED_BY] = -1
@@ -171,7 +171,7 @@ def _enter(x, slot):
     x[EARLY] = 0
 
 
-@inlined
+@inner
 def _admit(pool, x, room):
     """Let an expert into its pool, into untouched room if there is any; return (whether that grew, what the room waits for)."""
     pool[SIZE] += 1
@@ -184,7 +184,7 @@ def _admit(pool, x, room):
     return ZERO, room[ROOM_WAIT]
 
 
-@inlined
+@inner
 def _touch(home, x, e, now):
     """Make a resident the one touched last."""
     end = home.shape[0] - 1

@@ -67,7 +67,7 @@ class Loader:
         self._kept_above: dict[str, set[int]] = {}  # by tier: what a static pool above keeps for good
         taken: set[int] = set()
         for tier, plan in layout.pools.items():
-            self._kept_above[tier] = set(taken)
+            self._kept_above[tier] = taken | self._foreign(tier)
             self.pools[tier] = self._pool(plan, popularity, future, taken)
             self.at_start[tier] = self.pools[tier].used_bytes
             sizes = [layout.expert_bytes[layer] for layer in plan.layers]
@@ -86,6 +86,13 @@ class Loader:
         region = layout.hardware.storage[layout.disk].fast_region if layout.disk else None
         self.fast_share = region.share.value if region is not None else 0.0
         self.fast = frozenset(range(int(self.fast_share * len(self.moe) * self.n_experts)))  # file order: the first keys
+
+    def _foreign(self, tier: str) -> set[int]:
+        """Experts that an upper tier does not hold, as devices of other tiers own them."""
+        if tier == self.main:
+            return set()
+        owner, n = self.layout.owner, self.n_experts
+        return {i * n + e for i, layer in enumerate(self.moe) for e in range(n) if self.layout.tier_of(owner(layer, e)) != tier}
 
     def _pool(
         self, plan: PoolPlan, popularity: NDArray[np.int64], future: Callable[[], Iterable[tuple[int, list[int]]]], taken: set[int]
@@ -111,7 +118,7 @@ class Loader:
         caches = [ExpertPool(b, bytes_of, make_policy(spec.policy, uses), f"placement.pools.{plan.tier}") for b in budgets]
         pool = TierPool(caches, rooms, lambda key: order[key // self.n_experts], bytes_of)
         if spec.policy == "static" or spec.warm or not self.disk and plan.tier == self.main:  # without storage RAM is the origin
-            chosen = self._hottest(plan, popularity, sizes, taken)
+            chosen = self._hottest(plan, popularity, sizes, self._kept_above[plan.tier])
             pool.preload(chosen)
             below = layout.pools[self.main].spec
             if layout.keeps(spec) or below.policy != "static" and not below.inclusive:
@@ -119,7 +126,7 @@ class Loader:
         return pool
 
     def _hottest(self, plan: PoolPlan, popularity: NDArray[np.int64], sizes: dict[int, int], taken: set[int]) -> list[int]:
-        """The experts a pool should hold by benefit per byte (claim T4), those of an upper static pool left out."""
+        """The experts a pool should hold by benefit per byte (claim T4), those left out that are ``taken`` or another's."""
         counts = popularity[list(sizes)].astype(np.float64)
         if plan.spec.scope == "global":
             order = hottest(counts, list(sizes.values()), int(sum(sizes.values())) * self.n_experts, per_layer=False)
@@ -191,6 +198,10 @@ class Loader:
             if left:
                 used = set(wave)
                 self._unpin(tier, use, used.__contains__)
+
+    def in_main(self, key: int) -> bool:
+        """Whether an expert lies in main memory."""
+        return key in self.pools[self.main].residents
 
     def near(self, tier: str, use: Use) -> set[int]:
         """Keys that a layer use finds in a tier: residents, and what was prefetched for it."""

@@ -15,6 +15,7 @@ from moesim.schedule import Work
 ATTENTION_KERNELS = 8  # norm, q, k, v (or one fused), rope, cache write, scores and values, output projection, residual
 ROUTER_KERNELS = 3  # norm, product, top-k
 EXPERT_KERNELS = 3  # gate, up (with the activation fused), down
+ADAPTER_KERNELS = 2  # down to the rank and up again, of one matrix
 COMBINE_KERNELS = 1
 HEAD_KERNELS = 3  # norm, product, sampling
 HIDDEN_BYTES = 2  # hidden states travel in 16 bit
@@ -26,7 +27,7 @@ class Works:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.model, self.plan = layout.model, layout.plan
-        self._granular = layout.scenario.granularity
+        self._granular, self._compressed = layout.scenario.granularity, layout.scenario.memory.mla_compressed
         self._memo: dict[tuple[str | int, ...], list[Work]] = {}  # what recurs in every step is built once
         self._projections: dict[tuple[int, int], tuple[float, int, int, int, Format]] = {}  # by layer and tokens
 
@@ -35,14 +36,21 @@ class Works:
 
     def attention(self, layer: int, sequences: int, new_tokens: int, context: int) -> Work:
         """Attention of ``new_tokens`` of each sequence; ``context`` counts them too."""
-        model, compressed = self.model, self.layout.scenario.memory.mla_compressed
-        tokens = sequences * new_tokens
-        linear_flops, weight_bytes, kept_bytes, state_bytes, form = self._attention(layer, tokens)
-        cache_bytes = sequences * (model.kv_tokens(layer, context) + new_tokens) * kept_bytes + 2 * sequences * state_bytes
-        flops = linear_flops + sequences * model.attention_flops(layer, new_tokens, context, compressed)
+        return self.attention_of(layer, [(sequences, new_tokens, context)])
+
+    def attention_of(self, layer: int, parts: Sequence[tuple[int, int, int]]) -> Work:
+        """Attention of (sequences, new tokens of each, context that counts them too), all in one pass over the weights."""
+        model, compressed, tokens = self.model, self._compressed, 0
+        for sequences, new, _ in parts:
+            tokens += sequences * new
+        flops, weight_bytes, kept_bytes, state_bytes, form = self._attention(layer, tokens)
+        cache_bytes = 2 * tokens * model.hidden_size * HIDDEN_BYTES
+        for sequences, new, context in parts:
+            cache_bytes += sequences * ((model.kv_tokens(layer, context) + new) * kept_bytes + 2 * state_bytes)
+            flops += sequences * model.attention_flops(layer, new, context, compressed)
         return Work(
-            self.layout.attention_device[layer], flops=flops, compute=form.compute, weight_bytes=weight_bytes,
-            state_bytes=cache_bytes + 2 * self._hidden(tokens), kernels=ATTENTION_KERNELS, tokens=tokens, part="attention", weights=form.name,
+            self.layout.attention_device[layer], flops, form.compute, weight_bytes, cache_bytes, ATTENTION_KERNELS, tokens, part="attention",
+            weights=form.name,
         )  # fmt: skip
 
     def _attention(self, layer: int, tokens: int) -> tuple[float, int, int, int, Format]:
@@ -53,7 +61,7 @@ class Works:
             found = self._projections[layer, tokens] = (
                 model.linear_flops(layer, "attention", tokens),
                 model.part_bytes(plan, "attention", layer) + model.part_bytes(plan, "norms", layer),
-                model.kv_bytes_per_token(plan, layer, self.layout.scenario.memory.mla_compressed),
+                model.kv_bytes_per_token(plan, layer, self._compressed),
                 model.state_bytes(plan, layer),
                 plan.format("attention", layer),
             )
@@ -113,24 +121,43 @@ class Works:
     def _expert_pieces(self, device: str, layer: int, tokens: int) -> list[Work]:
         form = self.plan.format("routed_experts", layer)
         flops, state = self.model.expert_flops(layer, tokens), 2 * self._hidden(tokens)
+        adapters, kernels = self._adapters(layer)
+        flops += tokens * adapters
         if self._granular != "matrix":
             size = self.layout.expert_bytes[layer]
-            return [Work(device, flops, form.compute, size, state, EXPERT_KERNELS, tokens, part="ffn", weights=form.name)]
+            return [
+                Work(
+                    device, flops, form.compute, size, state, EXPERT_KERNELS + kernels, tokens, part="ffn", weights=form.name,
+                    adapter_bytes=adapters,
+                )
+            ]  # fmt: skip
         sizes = self.layout.matrix_bytes[layer].values()
         total = sum(sizes)
         return [
-            Work(device, flops * size / total, form.compute, size, state * size // total, 1, tokens, part="matrix", weights=form.name)
+            Work(
+                device, flops * size / total, form.compute, size, state * size // total, 1 + kernels // EXPERT_KERNELS, tokens, part="matrix",
+                weights=form.name, adapter_bytes=adapters * size // total,
+            )
             for size in sizes
-        ]
+        ]  # fmt: skip
+
+    def _adapters(self, layer: int) -> tuple[int, int]:
+        """Bytes of one expert's adapters (16 bit, so also their FLOP per token) and kernels of all; 0 without.
+
+        Every expert of the layer is charged them, an upper bound where only the most routed ones have any: those run most.
+        """
+        size = 2 * self.model.adapter_params(self.plan, layer)
+        return size, ADAPTER_KERNELS * EXPERT_KERNELS if size else 0
 
     def experts(self, device: str, layer: int, tokens: Sequence[int]) -> Work:
         """A whole layer-set in one work; ``tokens`` of each expert."""
         rows = sum(tokens)
         form = self.plan.format("routed_experts", layer)
+        adapters, kernels = self._adapters(layer)
         return Work(
-            device, flops=self.model.expert_flops(layer, rows), compute=form.compute,
-            weight_bytes=len(tokens) * self.layout.expert_bytes[layer], state_bytes=2 * self._hidden(rows), kernels=EXPERT_KERNELS, tokens=rows,
-            part="layer-set", weights=form.name,
+            device, flops=self.model.expert_flops(layer, rows) + rows * adapters, compute=form.compute,
+            weight_bytes=len(tokens) * self.layout.expert_bytes[layer], state_bytes=2 * self._hidden(rows), kernels=EXPERT_KERNELS + kernels,
+            tokens=rows, part="layer-set", weights=form.name, adapter_bytes=len(tokens) * adapters,
         )  # fmt: skip
 
     def hop(self, lane: str, layer: int, experts: int, fast: bool) -> list[Work]:

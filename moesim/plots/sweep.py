@@ -63,6 +63,7 @@ def pareto_front(sweep: Sweep, ax: Axes | None = None) -> Axes:
     ax.plot(x[best][order], y[best][order], marker="D", markersize=4.5, linewidth=1.0, linestyle="--", color=_FRONT, label="front")
     ax.set_ylabel(_axis_label(keys[0]))
     ax.set_xlabel(_axis_label(keys[1]) if len(keys) > 1 else "point")
+    ax.set_title(f"nothing beats {int(best.sum())} of {len(numbers)} points", fontsize=9.5, loc="left")
     ax.legend(fontsize=8, frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax

@@ -73,6 +73,12 @@ def token_latencies(it: Executed, ax: Axes | None = None) -> Axes:
     ax.fill_between(number, took.min(axis=0), took.max(axis=0), color=TOOK, alpha=0.2, linewidth=0, label=f"range of {len(took)} runs")
     ax.plot(number, np.median(took, axis=0), color=TOOK, linewidth=1.2, label="measured")
     ax.plot(number, said, color=SAID, linewidth=1.2, linestyle=(0, (4, 1.5)), label="predicted")
+    ours, theirs = float(np.median(said)), float(np.median(took))
+    ax.set_title(
+        f"a token takes {ours:.3g} ms in the median predicted, {theirs:.3g} ms measured ({ours / theirs - 1:+.1%})",
+        fontsize=9.5,
+        loc="left",
+    )
     ax.set_xlim(1, max(len(said), 2))
     ax.set_ylim(0, 1.05 * max(float(np.percentile(took, 99)), float(said.max())))
     ax.set_xlabel("token")
@@ -108,6 +114,10 @@ def both_timelines(it: Executed, step: int | None = None, ax: Axes | None = None
     for half, (end, colour) in enumerate(zip(ends, (SAID, TOOK), strict=True)):
         at = float(end[chosen + 1] - end[chosen]) * MS
         ax.axvline(at, color=colour, linewidth=1.2, linestyle=(0, (4, 2)) if half == 0 else "-")
+    ours, theirs = (float(end[chosen + 1] - end[chosen]) * MS for end in ends)
+    ax.set_title(
+        f"step {chosen} takes {ours:.3g} ms predicted, {theirs:.3g} ms measured ({ours / theirs - 1:+.1%})", fontsize=9.5, loc="left"
+    )
     places = [row * 2.4 + half for row in range(len(used)) for half in (0, 1)]
     ax.set_yticks(places, [f"{it.schedule.lanes[number].name} {what}" for number in used for what in ("predicted", "measured")], fontsize=8)
     ax.set_ylim(places[-1] + 0.7, -0.7)

@@ -70,7 +70,8 @@ def tornado(answer: WhatIf, ax: Axes | None = None) -> Axes:
     ax.use_sticky_edges = False
     ax.margins(x=0.15)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set_title(f"{moving[-1].knob.name} matters most", fontsize=9.5, loc="left")
+    least, most = sorted((moving[-1].at_low, moving[-1].at_high))
+    ax.set_title(f"{moving[-1].knob.name} matters most: {least:.3g} to {most:.3g} tokens/s", fontsize=9.5, loc="left")
     return ax
 
 
@@ -104,6 +105,11 @@ def plot_curve(c: Curve, ax: Axes | None = None) -> Axes:
         )
     if c.log:
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
+    if points:
+        least, most = min(p.speed for p in points), max(p.speed for p in points)
+        bend = f"; from {c.knees[0].value / scale:.3g} {unit}".rstrip() + f" on {c.knees[0].why}" if c.knees else ""
+        ax.set_title(f"{least:.3g} to {most:.3g} tokens/s over this range{bend}", fontsize=9.5, loc="left")
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"{c.path} ({unit})" if unit else c.path)
     ax.set_ylabel("tokens/s")

@@ -209,10 +209,10 @@ class LRUK(_Ranked):
 class ARC:
     """Adaptive replacement cache: two LRU lists, used once (T1) and used again (T2), and a target for T1 that learns from ghosts.
 
-    Ghosts B1 and B2 are the keys that left T1 and T2. A key that returns from B1 raises the target by max(1, |B2| / |B1|), one that
-    returns from B2 lowers it by max(1, |B1| / |B2|); either enters T2. The victim is the oldest of T1 while |T1| is above the target,
-    else the oldest of T2; where none of that list may leave, of the other one. With c the most residents there have been,
-    |T1| + |B1| <= c and all four lists hold at most 2 c keys.
+    Ghosts B1 and B2 are the keys that left T1 and T2. A key that returns from B1 raises the target by ``max(1, |B2| / |B1|)``, one that
+    returns from B2 lowers it by ``max(1, |B1| / |B2|)``; either enters T2. The victim is the oldest of T1 while ``|T1|`` is above the
+    target, else the oldest of T2; where none of that list may leave, of the other one. With c the most residents there have been,
+    ``|T1| + |B1| <= c`` and all four lists hold at most 2 c keys.
 
     Adapted to atomic sets: the target moves when the set has entered, so a returning ghost steers the next set's victims, not its own.
     A prefetched key enters T1 as not used yet and moves no target; its first use is the one that counts as "used once".
@@ -367,7 +367,7 @@ def _first(keys: Mapping[int, Any], allowed: Allowed) -> int | None:
     return None
 
 
-CACHE_POLICIES: dict[str, type[Any]] = {
+CACHE_POLICIES: dict[str, type[Any]] = {  # a user may add a class under a name of its own: docs/howto/own-policy.md
     "static": Static,
     "lru": LRU,
     "lfu": LFU,

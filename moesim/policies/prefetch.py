@@ -14,7 +14,7 @@ from moesim.policies.predictors import GateLookahead, Nothing, Oracle, Popularit
 
 __all__ = ["PREDICTORS", "Predictor", "Source", "make_predictor", "source_cells", "source_of"]
 
-PREDICTORS: dict[str, type[Any]] = {
+PREDICTORS: dict[str, type[Any]] = {  # a user may add a class, as to CACHE_POLICIES
     kind.name: kind for kind in (Nothing, Oracle, Popularity, Previous, Cooccurrence, Linear, TwoStep, GateLookahead)
 }
 

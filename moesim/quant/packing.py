@@ -7,6 +7,8 @@ lies, so what a disk read delivers is multiplied without a copy or a conversion.
   unit (``cpu_capability``), then (K / group, N, 2) bf16 of scale and zero. A weight is (q - 8) scale + zero with q of 0 to 15.
 - ``int8``: (N, K) int8, then (N,) bf16 scales. A weight is q scale with q of -127 to 127.
 - ``bf16``: (N, K) bf16.
+- ``DECODED_FORMATS``, for which torch has no kernel on CPUs: ``fp16``, ``fp32``, and the group-wise integers of ``grid.py`` as (N, G, bytes) of
+  values without gaps, then (N, G) fp16 scales and (N, G) uint8 zeros (not for 8 bits). A product turns the matrix into bf16 first, every time.
 
 torch's own sources (aten/src/ATen/native/LinearAlgebra.cpp and native/cpu/int4mm_kernel.cpp, int8mm_kernel.cpp) define these layouts. It
 must not know models, files or experts. It needs torch, which is optional.
@@ -31,8 +33,12 @@ except ImportError as error:
         "torch", expected="an installed package, to run real experts", got=str(error)[:120], fix="pip install 'moesim[validate]'"
     ) from None
 
+from moesim.quant.grid import Ranges, bits_of, full_ranges, grid, nearest_steps, pack_bits, unpack_bits
+
 REAL_FORMATS = ("int4-g32-torch", "int4-g64-torch", "int4-g128-torch", "int8", "bf16")
 """Names of the formats that have a kernel here."""
+DECODED_FORMATS = ("fp16", "fp32", *(f"int{bits}-g{group}" for bits in (8, 4, 3, 2) for group in (32, 64, 128)))
+"""Names of the formats that are decoded before they are multiplied."""
 
 _INT4_ROWS = 16  # torch packs whole blocks of this many rows, and refuses others
 _INT8_COLS = 16  # the kernel reads this many columns at a time without a remainder; torch 2.13 crashes on others
@@ -48,7 +54,7 @@ class PackedLayout:
     Parameters
     ----------
     format : Format
-        One of ``REAL_FORMATS``.
+        One of ``REAL_FORMATS`` or ``DECODED_FORMATS``.
     rows, cols : int
         N outputs and K inputs.
     n_bytes : int
@@ -62,12 +68,14 @@ class PackedLayout:
 
     @property
     def kernel(self) -> str:
-        """``"int4"``, ``"int8"`` or ``"bf16"``."""
-        return self.format.name.partition("-")[0]
+        """``"int4"``, ``"int8"``, ``"bf16"``, or ``"decode"`` where there is none."""
+        return "decode" if self.format.name in DECODED_FORMATS else self.format.name.partition("-")[0]
 
     @property
     def value_bytes(self) -> int:
         """Bytes of the values; the scales follow them."""
+        if self.kernel == "decode":
+            return self.n_bytes
         return self.rows * self.cols * {"int4": 1, "int8": 2, "bf16": 4}[self.kernel] // 2
 
 
@@ -77,7 +85,7 @@ def packed_layout(format: Format, rows: int, cols: int) -> PackedLayout:
     Parameters
     ----------
     format : Format
-        The format, one of ``REAL_FORMATS``.
+        The format, one of ``REAL_FORMATS`` or ``DECODED_FORMATS``.
     rows, cols : int
         N outputs and K inputs.
 
@@ -86,7 +94,7 @@ def packed_layout(format: Format, rows: int, cols: int) -> PackedLayout:
     InputError
         If the format has no real kernel, or the kernel cannot take that shape.
     """
-    if format.name not in REAL_FORMATS or format != FORMATS[format.name]:
+    if format.name not in REAL_FORMATS + DECODED_FORMATS or format != FORMATS[format.name]:
         real = ", ".join(REAL_FORMATS)
         raise InputError("format", expected=f"one with a real kernel: {real}", got=f'"{format.name}"', fix="it can be simulated, not run")
     layout = PackedLayout(format, rows, cols, format.bytes_for(rows, cols))
@@ -94,6 +102,7 @@ def packed_layout(format: Format, rows: int, cols: int) -> PackedLayout:
         "int4": (_INT4_ROWS, format.block),
         "int8": (1, _INT8_COLS),
         "bf16": (1, 1),
+        "decode": (1, 1),
     }[layout.kernel]
     if rows < 1 or cols < 1 or rows % needs[0] or cols % needs[1]:
         expected = f"outputs in multiples of {needs[0]} and inputs in multiples of {needs[1]} for {format.name}"
@@ -110,9 +119,9 @@ class Packed:
     layout : PackedLayout
         Shape and format.
     values : Tensor
-        int4: (N, K / 2) uint8 in torch's order; int8: (N, K) int8; bf16: (N, K) bf16.
+        int4: (N, K / 2) uint8 in torch's order; int8: (N, K) int8; bf16: (N, K) bf16; decode: all bytes.
     scales : Tensor
-        int4: (K / group, N, 2) bf16 of scale and zero; int8: (N,) bf16; bf16: empty.
+        int4: (K / group, N, 2) bf16 of scale and zero; int8: (N,) bf16; bf16, decode: empty.
     """
 
     layout: PackedLayout
@@ -139,11 +148,13 @@ class Packed:
         elif kernel == "int8":
             out = torch.ops.aten._weight_int8pack_mm(x, self.values, self.scales)
         else:
-            out = torch.nn.functional.linear(x, self.values)
+            out = torch.nn.functional.linear(x, self.dequantise().to(torch.bfloat16) if kernel == "decode" else self.values)
         return out
 
     def dequantise(self) -> Tensor:
         """Return the weights that the packed bytes stand for, (N, K) float32, exact but for float32's own rounding."""
+        if self.layout.kernel == "decode":
+            return _decode(self.values, self.layout)
         if self.layout.kernel == "bf16":
             return self.values.float()
         if self.layout.kernel == "int8":
@@ -179,6 +190,8 @@ def view(buffer: Tensor, layout: PackedLayout) -> Packed:
         raise InputError("buffer", expected=expected, got=f"{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}")
     rows, cols = layout.rows, layout.cols
     values = buffer[: layout.value_bytes]
+    if layout.kernel == "decode":
+        return Packed(layout, values, values[:0])
     scales = buffer[layout.value_bytes :].view(torch.bfloat16)
     if layout.kernel == "int4":
         return Packed(layout, values.view(rows, cols // 2), scales.view(cols // layout.format.block, rows, 2))
@@ -187,18 +200,19 @@ def view(buffer: Tensor, layout: PackedLayout) -> Packed:
     return Packed(layout, values.view(torch.bfloat16).view(rows, cols), scales)
 
 
-def pack(weight: Tensor, format: Format) -> Tensor:
-    """Quantise a matrix, to nearest, into its packed bytes.
+def pack(weight: Tensor, format: Format, ranges: Ranges | None = None) -> Tensor:
+    """Quantise a matrix into its packed bytes: the nearest values of the grid that spans each group's range.
 
-    int4 spreads 16 values over the range of each group; int8 spreads 255 values evenly about 0 over the largest magnitude of each row.
-    Values are rounded against the scales as stored, in bf16.
+    Values are rounded against the scales as stored.
 
     Parameters
     ----------
     weight : Tensor
         (N, K) float32.
     format : Format
-        One of ``REAL_FORMATS``.
+        One of ``REAL_FORMATS`` or ``DECODED_FORMATS``.
+    ranges : (Tensor, Tensor), optional
+        Least and greatest value to reach in each group, (N, G); by default those of the weights. Floats have none.
 
     Returns
     -------
@@ -216,31 +230,49 @@ def pack(weight: Tensor, format: Format) -> Tensor:
         raise InputError("weight", expected="finite numbers", got="inf or nan")
     rows, cols = weight.shape
     layout = packed_layout(format, rows, cols)
+    if format.kind == "float":
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        return weight.to(kinds[format.name]).contiguous().view(torch.uint8).reshape(-1)
+    weight = weight.float()
+    to = grid(format, full_ranges(weight, format) if ranges is None else ranges)
+    steps = nearest_steps(weight, format, to)
+    if layout.kernel == "decode":
+        return _encode(steps, format, to.scale, to.zero)
     out = torch.empty(layout.n_bytes, dtype=torch.uint8)
     packed = view(out, layout)
-    weight = weight.float()
-    if layout.kernel == "bf16":
-        packed.values.copy_(weight)
-    elif layout.kernel == "int8":
-        packed.scales.copy_(_not_zero(weight.abs().amax(1) / 127))
-        packed.values.copy_((weight / packed.scales.float()[:, None]).round().clamp(-127, 127))
+    if layout.kernel == "int8":
+        packed.scales.copy_(to.scale[:, 0])
+        packed.values.copy_(steps.reshape(rows, cols))
     else:
-        grouped = weight.reshape(rows, cols // format.block, format.block)
-        low, high = grouped.amin(2), grouped.amax(2)  # (N, K / group)
-        packed.scales[..., 0].copy_(_not_zero((high - low) / 15).t())
-        scale = packed.scales[..., 0].float().t()
-        # the middle of the range, half a step above the value of q = 8, keeps the clamped error even at both ends
-        packed.scales[..., 1].copy_(((low + high + scale) / 2).t())
-        zero = packed.scales[..., 1].float().t()
-        q = ((grouped - zero[..., None]) / scale[..., None]).round().clamp(-8, 7) + 8
-        q = q.to(torch.int32).reshape(rows, cols).contiguous()
+        packed.scales[..., 0].copy_(to.scale.t())
+        packed.scales[..., 1].copy_(to.offset.t())
+        q = (steps + 8).to(torch.int32).reshape(rows, cols).contiguous()
         packed.values.copy_(torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1))
     return out
 
 
-def _not_zero(scales: Tensor) -> Tensor:
-    """Keep a scale of an all-equal group above 0, and normal in bf16."""
-    return scales.clamp(min=torch.finfo(torch.bfloat16).tiny)
+def _encode(steps: Tensor, format: Format, scale: Tensor, zero: Tensor) -> Tensor:
+    bits = bits_of(format)
+    parts = [steps.to(torch.int8).view(torch.uint8) if bits == 8 else pack_bits(steps, bits), scale.to(torch.float16).view(torch.uint8)]
+    if bits < 8:
+        parts.append(zero.to(torch.uint8))
+    return torch.cat([part.contiguous().reshape(-1) for part in parts])
+
+
+def _decode(data: Tensor, layout: PackedLayout) -> Tensor:
+    """The (N, K) float32 weights of a format without a kernel."""
+    name, rows, cols = layout.format.name, layout.rows, layout.cols
+    if name in ("fp16", "fp32"):
+        return data.view(torch.float16 if name == "fp16" else torch.float32).reshape(rows, cols).float()
+    bits, group = bits_of(layout.format), layout.format.block
+    n = -(-cols // group)
+    at = rows * n * group * bits // 8
+    stored = data[:at].reshape(rows, n, -1)
+    steps = stored.view(torch.int8).float() if bits == 8 else unpack_bits(stored, bits)
+    scale = data[at : at + 2 * rows * n].view(torch.float16).reshape(rows, n, 1).float()
+    if bits < 8:
+        steps = steps - data[at + 2 * rows * n :].reshape(rows, n, 1).float()
+    return (steps * scale).reshape(rows, -1)[:, :cols]
 
 
 def random_packed(rng: np.random.Generator, layout: PackedLayout) -> NDArray[np.uint8]:
@@ -259,6 +291,9 @@ def random_packed(rng: np.random.Generator, layout: PackedLayout) -> NDArray[np.
     -------
     (n_bytes,) uint8 array
     """
+    if layout.kernel == "decode":
+        drawn = torch.from_numpy(rng.standard_normal((layout.rows, layout.cols), np.float32)) / math.sqrt(layout.cols)
+        return np.asarray(pack(drawn, layout.format).numpy())
     words = rng.integers(0, 1 << 64, -(-layout.n_bytes // 8), dtype=np.uint64)
     out = words.view(np.uint8)[: layout.n_bytes]
     if layout.kernel == "bf16":

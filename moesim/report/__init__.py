@@ -185,9 +185,33 @@ def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         out.append(("experts", f"{percent(found['expert_hit_rate'])} hit: {parts} ({total:,} accesses{dropped})"))
     wait = f"compute waits {number(found['io_wait_ms_per_token'], 'ms')} per token for loads"
     covered = found["overlap_coverage"]
-    out.append(("overlap", (f"{percent(covered)} of the loading time is covered by compute; " if covered is not None else "") + wait))
+    out.append(("overlap", (f"{percent(covered)} of loading is covered by compute; " if covered is not None else "") + wait))
+    if data.get("energy"):
+        out.append(("energy", energy(data["energy"])))
+    out.append(("quality", loss_of_quality(data["quality"])))
     out.append(("lanes busy", ", ".join(f"{lane} {percent(it['utilisation'], 0)}" for lane, it in data["lanes"].items())))
     return out
+
+
+def loss_of_quality(found: Mapping[str, Any]) -> str:
+    """Return what is known of a plan's quality in one line."""
+    if found["basis"] == "reference":
+        return "nothing is lost: no matrix has fewer than 16 bits"
+    if found["basis"] == "unknown":
+        return "unknown for this model and precision; moesim quality measures it"
+    between = f" ({found['low_percent']:.2f} to {found['high_percent']:.2f})" if found["low_percent"] is not None else ""
+    return f"loses {found['loss_percent']:.2f} %{between}, {found['basis']}: {found['benchmark']}"
+
+
+def energy(found: Mapping[str, Any]) -> str:
+    """Return joules, watts and battery life in one line, or why they are not known."""
+    if found["reason"] is not None:
+        return f"not known: {found['reason']}"
+    parts = [f"{number(found['joules_per_token'], 'J')} per token"] if found["joules_per_token"] is not None else []
+    parts.append(f"{number(found['average_w'], 'W')}, at most {number(found['peak_w'], 'W')}")
+    if found["battery_hours"] is not None:
+        parts.append(f"a full battery lasts {number(found['battery_hours'], 'h')}")
+    return f"{', '.join(parts)} ({'devices only, ' if found['devices_only'] else ''}{found['basis']})"
 
 
 _SPEEDS = (("decode", "decode_tok_s"), ("prefill", "prefill_tok_s"), ("output throughput", "output_throughput_tok_s"))

@@ -9,8 +9,8 @@ from typing import Any
 
 from moesim import __version__
 from moesim.ledger import Ledger
-from moesim.report import context_text
-from moesim.simulate import Case
+from moesim.report import context_text, loss_of_quality
+from moesim.simulate import Case, quality_of
 from moesim.text_table import columns, markdown_table, to_csv, to_json, wrap
 from moesim.units import show
 
@@ -26,6 +26,9 @@ class Budget:
     def ledger(self) -> Ledger:
         return self.case.layout.ledger
 
+    def _repr_html_(self) -> str:
+        return self.ledger._repr_html_()
+
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
         layout = self.case.layout
@@ -33,6 +36,7 @@ class Budget:
             "precision": self.name,
             "tiers": self.ledger.tiers(),
             "fits": self.ledger.fits,
+            "quality": quality_of(self.case),
             "context_tokens": layout.context_tokens,
             "max_context_tokens": layout.max_context_tokens,
             "kv_allowance_tokens": layout.kv_allowance_tokens,
@@ -77,7 +81,7 @@ def text(plans: Sequence[Budget]) -> str:
         lines += ["", *_tier_lines(plans, tier)]
     lines.append("")
     for i, plan in enumerate(plans, start=1):
-        lines += wrap(f"{verdict(plan)}; {_context(plan)}", f"plan {i}: " if len(plans) > 1 else "")
+        lines += wrap(f"{verdict(plan)}; {_context(plan)}; quality: {loss_of_quality(quality_of(plan.case))}", f"plan {i}: " if len(plans) > 1 else "")
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +93,7 @@ def markdown(plans: Sequence[Budget]) -> str:
         rows = [[row[0].strip(), *row[1:]] for row in _rows(plans, tier)]
         head = [tier, *(plan.name for plan in plans), *(["note"] if len(plans) == 1 else [])]
         lines += ["", *markdown_table(head, rows)]
-    lines += ["", *(f"- {plan.name}: {verdict(plan)}; {_context(plan)}" for plan in plans)]
+    lines += ["", *(f"- {plan.name}: {verdict(plan)}; {_context(plan)}; quality: {loss_of_quality(quality_of(plan.case))}" for plan in plans)]
     return "\n".join(lines) + "\n"
 
 

@@ -66,7 +66,7 @@ def page(entries: Sequence[Entry]) -> list[Block]:
     labels = labelled(entries)
     if len(entries) == 1:
         return [Block("title", headline(entries[0].data)), *_run(entries[0], labels[0])]
-    out = [Block("title", f"{len(entries)} runs compared"), Block("strong", best(entries, labels)), *_comparison(entries, labels)]
+    out = [Block("title", f"{len(entries)} runs compared"), Block("strong", best(entries, labels)), *comparison(entries, labels)]
     for entry, label in zip(entries, labels, strict=True):
         out += [Block("section", label), Block("strong", headline(entry.data)), *_run(entry, label)]
     return out
@@ -127,7 +127,25 @@ _COMPARED: tuple[tuple[str, Callable[[Data], str]], ...] = (
 )
 
 
-def _comparison(entries: Sequence[Entry], labels: Sequence[str]) -> Iterator[Block]:
+def glance(entry: Entry, label: str) -> list[Block]:
+    """Return what one look at a run needs, without pictures that take long to draw: what limits it, memory, lanes, where the time goes, what if.
+
+    Parameters
+    ----------
+    entry : Entry
+        One with its result.
+    label : str
+        What the lanes are of, for readers that do not see them.
+    """
+    out = [Block("strong", _finding(entry))] if entry.data["metrics"] is not None else []
+    out += _memory(entry.data)
+    if entry.result is not None and entry.data["metrics"] is not None:
+        out += [Block("markup", "<h3>Lanes over time</h3>" + lanes_svg.lanes_html(entry.result, label)), *_time(entry.data)]
+    return out
+
+
+def comparison(entries: Sequence[Entry], labels: Sequence[str]) -> Iterator[Block]:
+    """Yield the table of what several runs reach, and their speeds as bars."""
     rows = [[name, *(cell(entry.data) for entry in entries)] for name, cell in _COMPARED]
     tiers = list(dict.fromkeys(tier for entry in entries for tier in entry.data["memory"]))
     for tier in tiers:
@@ -165,15 +183,19 @@ def _run(entry: Entry, label: str) -> Iterator[Block]:
         yield Block("table", head=("", ""), rows=facts(data))
         if result is not None:
             yield from _pictures(result, label)
-        yield Block("heading", "What the time goes to")
-        yield Block("table", head=("lane and kind", "of the critical path", "by sharing channels"), rows=path_rows(data))
-        if data["transfers"]:
-            head = ("moved through", "all", "demanded", "prefetched, used", "prefetched, wasted", "busy")
-            yield Block("table", head=head, rows=moved_rows(data))
+        yield from _time(data)
     if entry.answer is not None:
-        yield from _whatif(entry.answer)
+        yield from whatif_blocks(entry.answer)
     yield from _basis(entry)
     yield from _provenance(entry)
+
+
+def _time(data: Data) -> Iterator[Block]:
+    yield Block("heading", "What the time goes to")
+    yield Block("table", head=("lane and kind", "of the critical path", "by sharing channels"), rows=path_rows(data))
+    if data["transfers"]:
+        head = ("moved through", "all", "demanded", "prefetched, used", "prefetched, wasted", "busy")
+        yield Block("table", head=head, rows=moved_rows(data))
 
 
 def _tiles(data: Data) -> str:
@@ -250,7 +272,8 @@ def _drawn(title: str, result: Result, draw: Callable[..., Any]) -> str:
     return f'<figure><img alt="{escape(title)}" src="data:image/png;base64,{png}"></figure>'
 
 
-def _whatif(answer: WhatIf) -> Iterator[Block]:
+def whatif_blocks(answer: WhatIf) -> Iterator[Block]:
+    """Yield the tables of a what-if: ceilings, figures, changes."""
     data = answer.as_dict()
     if answer.ceilings or data["changes"]:
         yield Block("heading", "What if")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moesim.errors import InputError
 from moesim.hardware.grammar import read_parts
+from moesim.html_table import html_table
 from moesim.prices import PriceLine, PriceTable, price_lines, total, upgrade_lines
 from moesim.sizing.machines import RULE, Upgrade, candidates, canonical, upgrades
 from moesim.sizing.needs import Needs
@@ -101,6 +102,14 @@ class Sizing:
 
     def __repr__(self) -> str:
         return f"Sizing({self.needs.name}: {len(self.ranked)} within the budget, {len(self.above)} above, {len(self.misses)} misses)"
+
+    def _repr_html_(self) -> str:
+        found = [(option, "within" if option in self.ranked else "above") for option in (*self.ranked, *self.above)]
+        rows = [
+            (option.machine, "" if option.cost is None else f"{option.cost:,.0f} {self.table.currency}", place, f"{option.worst.speed:.3g}")
+            for option, place in found
+        ]
+        return html_table(f"{self.needs.name}: machines that meet the needs", rows, ("machine", "cost", "budget", "tokens/s"))
 
 
 class _Search:

@@ -139,7 +139,7 @@ class Judge:
             "memory": {"runtime": "0.8 GB", "context_tokens": context, "workspace": f"{workspace} B"},
         }
         if model not in self._likes:
-            self._likes[model] = _like(spec, model)
+            self._likes[model] = like_name(spec, model)
         if profile := self._likes[model]:
             out["trace"] = {"generate": "like", "profile": profile, "train_fraction": 0.5}
         return out
@@ -336,7 +336,7 @@ def watts(hardware: HardwareProfile, lanes: dict[str, float]) -> float | None:
     return float(total)
 
 
-def _like(spec: ModelSpec, name: str) -> str:
+def like_name(spec: ModelSpec, name: str) -> str:
     """The bundled routing profile of a model, or "" where there is none of its shape."""
     try:
         profile = find_like(name)

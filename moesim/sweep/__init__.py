@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim import __version__
+from moesim.html_table import html_table
 from moesim.sweep.pareto import front
 from moesim.sweep.record import NAMES, Bound, limits_of, objectives_of, value, violation
 from moesim.sweep.run import Evaluator, Runner, cores, on_cores
@@ -28,12 +29,13 @@ from moesim.sweep.trials import search
 if TYPE_CHECKING:
     import pandas as pd
 
+SHOWN = 10  # points in a notebook
 BESIDE = (
     ("speed", 1),
     ("memory", -1),
     ("price", -1),
     ("energy", -1),
-    ("quality", 1),
+    ("quality_loss", -1),
 )  # what a front is over, where one objective is stated
 
 
@@ -181,6 +183,17 @@ class Sweep:
 
     def __repr__(self) -> str:
         return f"Sweep({self.plan.spec.name}: {self.n_points} points, {self.n_failed} failed, {len(self.feasible)} feasible)"
+
+    def _repr_html_(self) -> str:
+        """The best point, then the rest of the front, with their values and the figures that they are compared by."""
+        shown = [self.point(i) for i in dict.fromkeys(([] if self.best is None else [self.best]) + list(self.pareto))][:SHOWN]
+        axes = [axis.name for axis in self.plan.space.axes]
+        rows = [
+            (point["point"], *(point["values"].get(axis, "") for axis in axes), *(f"{goal:.4g}" for goal in point["goals"].values()))
+            for point in shown
+        ]
+        counts = f"{self.n_points} points, {self.n_failed} failed, {len(self.feasible)} feasible; the best, and the front"
+        return html_table(f"{self.plan.spec.name}: {counts}", rows, ("point", *axes, *(key for key, _ in self.goals)))
 
 
 def plan_sweep(name: str | Path, limit: int | None = MOST_POINTS) -> Plan:

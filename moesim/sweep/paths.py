@@ -5,16 +5,17 @@ It looks at the shape of the specs alone; whether a value is right is found out 
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from moesim.errors import InputError, did_you_mean
 from moesim.hardware import HardwareProfile
 from moesim.hardware.parts import Figure
-from moesim.scenario import Scenario
+from moesim.scenario import TIER_NAMES, Scenario, TierName
 
 SCALE = "hardware_scale"  # hardware_scale.CHANNEL: what was measured through a channel times a factor (HardwareProfile.scaled)
 Setting = tuple[str, Any]  # a dotted path and its value
@@ -90,9 +91,8 @@ def _walk(kind: Any, parts: list[str], i: int, where: str) -> None:
     elif origin in (Union, types.UnionType):
         _walk_any([x for x in inner if x is not type(None)], parts, i, where)
     elif origin is dict:
-        keys = get_args(inner[0]) if get_origin(inner[0]) is Literal else ()
-        if keys and name not in keys:
-            raise InputError(path, expected=f"one of {', '.join(keys)}", got=f'"{name}"', fix=did_you_mean(name, keys), where=where)
+        if inner[0] is TierName and not re.fullmatch(TIER_NAMES, name):
+            raise InputError(path, expected="a tier: vram, ram, unified, or vram1 and so on", got=f'"{name}"', where=where)
         _walk(inner[1], parts, i + 1, where)
     elif origin in (list, tuple):
         if not name.isdecimal():

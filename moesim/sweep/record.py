@@ -25,12 +25,8 @@ NAMES = {
     "tpot": "metrics.tpot_ms.mean",
     "memory": "facts.memory_peak_bytes",
     "price": "facts.price",
-    "energy": "metrics.joules_per_token",
-    "quality": "facts.quality",
-}
-UNKNOWN = {  # names that are understood, and why nothing has a figure for them
-    "energy": "results carry no energy yet",
-    "quality": "no precision plan states a quality; measure it apart, and leave bad plans out of the axis",
+    "energy": "energy.joules_per_token",
+    "quality_loss": "quality.loss_percent",
 }
 _FREE = ("memory", "transfers", "lanes")  # below these stand names of the machine: tiers, channels, lanes
 _UNITS = {"_bytes": ("bytes", 1.0), "_ms": ("s", 1e3), "_s": ("s", 1.0)}
@@ -81,7 +77,7 @@ def resolve_key(name: str, where: str = "") -> str:
     Raises
     ------
     InputError
-        If no result has it, or nothing states a figure for it yet.
+        If no result has it.
     """
     key = NAMES.get(name, name)
     here: Any = _shape()
@@ -91,11 +87,8 @@ def resolve_key(name: str, where: str = "") -> str:
         if isinstance(here, Mapping) and part not in here and free and here:
             part = next(iter(here))
         if not isinstance(here, Mapping) or part not in here:
-            short = next((n for n, full in NAMES.items() if full == key), None)
-            if short in UNKNOWN:
-                raise InputError(name, expected="a key that results have", got="one without a figure", fix=UNKNOWN[short], where=where)
             known = [".".join([*parts[:i], x]) for x in here] if isinstance(here, Mapping) else [".".join(parts[:i])]
-            known += [n for n in NAMES if i == 0 and n not in UNKNOWN]
+            known += list(NAMES) if i == 0 else []
             fix = did_you_mean(".".join(parts[: i + 1]), known)
             raise InputError(name, expected="a key of a result", got=f'"{name}"', fix=fix, where=where)
         here = here[part]

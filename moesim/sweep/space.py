@@ -163,7 +163,7 @@ class Space:
             document = assemble(self.base, self.settings(point), self.folder)
             scenario = config.build(Scenario, document)
             machine(document, self.folder)
-            _check_precision(scenario)
+            _check_precision(scenario, self.folder)
         except InputError as error:
             for option in fresh:
                 for path, _ in option.settings:
@@ -175,10 +175,10 @@ class Space:
                 machine(self.base, self.folder)
 
 
-def _check_precision(scenario: Scenario) -> None:
+def _check_precision(scenario: Scenario, base: Path) -> None:
     if scenario.precision != "file":
         try:
-            plan_from(scenario.precision)
+            plan_from(scenario.precision, base=base)
         except InputError as error:
             raise error.under("precision") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -43,6 +44,10 @@ class AxisSpec(Spec):
         if not isinstance(data, (dict, AxisSpec)):
             raise problem("a list, or a mapping of values, options or from and to", "nothing" if data is None else json.dumps(data))
         return data
+
+    @classmethod
+    def short_schema(cls, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        return {"type": "array", "minItems": 1}
 
     @model_validator(mode="after")
     def _check(self) -> AxisSpec:

@@ -13,6 +13,7 @@ from typing import Any
 from moesim import bottleneck
 from moesim.bottleneck import Bottleneck
 from moesim.hardware import HardwareProfile
+from moesim.html_table import html_table
 from moesim.simulate import Case, Result
 from moesim.whatif.curves import Curve, curve
 from moesim.whatif.figures import RANGES, Knob, knobs, turn
@@ -23,6 +24,7 @@ from moesim.whatif.upgrades import Outcome, attempt, changes, command
 INFINITE = 1e6
 DRAWS = 128
 POINTS = 13
+SHOWN = 10  # changes in a notebook
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,12 @@ class WhatIf:
     def __repr__(self) -> str:
         return f"WhatIf({self.name}: {self.speed:.3g} tok/s, {len(self.effects)} figures, {len(self.outcomes)} changes)"
 
+    def _repr_html_(self) -> str:
+        best = sorted((o for o in self.outcomes if math.isfinite(o.speed)), key=lambda o: -o.speed)[:SHOWN]
+        rows = [(o.change.name, o.change.group, f"{o.speed:.3g}", f"{self.gain(o):+.3g}") for o in best]
+        finding = "out of memory" if self.found is None else f"{self.speed:.3g} tokens/s; {self.found.finding}"
+        return html_table(f"{self.name}: {finding}", rows, ("change", "kind", "tokens/s", "gain"))
+
 
 def whatif(
     case: Case,
@@ -118,6 +126,7 @@ def whatif(
     points: int = POINTS,
     quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    result: Result | None = None,
 ) -> WhatIf:
     """Ask everything of one case.
 
@@ -137,13 +146,15 @@ def whatif(
         Leave out what needs a run of its own: changes, and figures that decide what fits.
     progress : callable, optional
         Called with (runs done, runs in all).
+    result : Result, optional
+        Of the case, where it ran already: it is not run again then.
 
     Raises
     ------
     InputError
         If a curve's path or range is wrong.
     """
-    replay = Replay(case)
+    replay = Replay(case, result)
     curves = tuple(curve(replay, text, points) for text in vary)
     data = replay.result.as_dict()
     tries = [] if quick else changes(replay.case)

@@ -44,15 +44,18 @@ class Replay:
     ----------
     case : Case
         It is run by the compiled engine, whose times are the reference's.
+    result : Result, optional
+        Of the case, where it ran already.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, result: Result | None = None) -> None:
         self.case = on(case, case.hardware, case.scenario.model_copy(update={"engine": "fast"}))
+        self._known = result
 
     @cached_property
     def result(self) -> Result:
         """The case as it stands, measured."""
-        return simulate(self.case, keep=False)
+        return self._known or simulate(self.case, keep=False)
 
     @cached_property
     def speed(self) -> float:
@@ -60,12 +63,15 @@ class Replay:
 
     @cached_property
     def schedule(self) -> Schedule:
+        if self.result.kept is not None:
+            return self.result.schedule
         planner = self.case.planner()
-        return Schedule(planner.lanes, planner.tiers, planner.lines, fragments=list(planner.fragments()))
+        return Schedule(planner.lanes, planner.tiers, planner.lines, self.case.layout.depends_on, list(planner.fragments()))
 
     def speeds(self, machines: Sequence[HardwareProfile]) -> list[float]:
         """Return tokens/s on machines that differ from the case's in figures that only price work."""
-        if self.schedule.depends_on != {"trace"} or self.case.scenario.timing.jitter:
+        timing = self.case.scenario.timing
+        if self.schedule.depends_on != {"trace"} or timing.jitter or timing.background:
             return [self.again(on(self.case, machine)) for machine in machines]
         steps = np.concatenate([f.steps for f in self.schedule.fragments])
         out: list[float] = []

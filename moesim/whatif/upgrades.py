@@ -241,11 +241,11 @@ def changed_case(case: Case, settings: Sequence[tuple[str, Any]]) -> tuple[Case,
         getattr(scenario, x) == getattr(case.scenario, x) for x in ("model", "trace", "workload", "seed")
     ):
         out.__dict__["routing"] = case.routing
-    return out, _assignments(case.document, settings, document)
+    return out, assignments_of(case.document, settings, document)
 
 
-def _assignments(before: Document, settings: Sequence[tuple[str, Any]], after: Document) -> tuple[str, ...]:
-    """Settings as ``path=value``; of scaled channels the figures that they give."""
+def assignments_of(before: Document, settings: Sequence[tuple[str, Any]], after: Document) -> tuple[str, ...]:
+    """Return settings as ``path=value``; of scaled channels the figures that they give."""
     plain = [f"{path}={yaml_of(value)}" for path, value in settings if not path.startswith(f"{SCALE}.")]
     if len(plain) < len(settings):
         told = before.data

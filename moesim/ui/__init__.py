@@ -1,0 +1,1 @@
+"""Owns the what-if page of ``moesim ui``."""

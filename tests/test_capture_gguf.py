@@ -1,0 +1,58 @@
+"""Routing recorded from llama.cpp on a small model of random weights, against routers computed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cli import call
+
+pytest.importorskip("xllamacpp", reason="llama.cpp runs GGUF files here: pip install 'moesim[llama]'")
+pytest.importorskip("gguf", reason="models are written with the gguf package: pip install 'moesim[llama]'")
+
+from benchmarks.thirdparty.models import Shape, write  # noqa: E402
+from moesim.capture.gguf import capture_gguf  # noqa: E402
+from moesim.errors import InputError  # noqa: E402
+
+SMALL = Shape("small", "qwen3moe", 3, 256, 4, 2, 64, 8, 2, 256, vocabulary=300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(SMALL, "Q8_0", tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
+def prompts(folder: Path, text: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_token_of_every_layer_is_recorded(model: Path, tmp_path: Path) -> None:
+    asked = prompts(tmp_path, '{"token_ids": [5, 6, 7, 8, 9]}\n{"token_ids": [11, 12]}\n')
+    trace = capture_gguf(model, asked, tmp_path / "t.npz", new_tokens=3)
+    assert trace.expert_ids.shape == (5 + 2 + 2 + 2, 3, 2) and trace.n_experts == 8
+    assert trace.phase.tolist() == [0] * 5 + [1] * 2 + [0] * 2 + [1] * 2
+    assert trace.position.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]
+    assert (trace.expert_ids >= 0).all() and (trace.expert_ids[..., 0] != trace.expert_ids[..., 1]).all()
+
+
+def test_routing_does_not_depend_on_the_neighbours(model: Path, tmp_path: Path) -> None:
+    """A causal model: the routing of a prompt's beginning is that of the shorter prompt; in the last layer too."""
+    long = capture_gguf(model, prompts(tmp_path, '{"token_ids": [5, 6, 7, 8, 9]}'), tmp_path / "a.npz")
+    short = capture_gguf(model, prompts(tmp_path, '{"token_ids": [5, 6, 7]}'), tmp_path / "b.npz")
+    assert np.array_equal(np.sort(long.expert_ids[:3], axis=2), np.sort(short.expert_ids, axis=2))
+    assert len(np.unique(long.expert_ids)) > 2
+
+
+def test_command_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = prompts(tmp_path, '{"token_ids": [5, 6, 7]}')
+    code, text, _ = call(capsys, "trace", "capture", str(model), "--prompts", str(asked), "--out", str(tmp_path / "o.npz"))
+    assert code == 0 and "3" in text and (tmp_path / "o.npz").exists()
+
+
+def test_bad_input(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="token ids from 0 to 299"):
+        capture_gguf(model, prompts(tmp_path, '{"token_ids": [300]}'), tmp_path / "o.npz")
+    assert not (tmp_path / "o.npz").exists() and not list(tmp_path.glob(".moesim*"))
