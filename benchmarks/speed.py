@@ -11,9 +11,8 @@ planning, pricing and simulating; predicting and measuring have columns of their
 - ``engines``: both engines on one schedule, their CPU time for it (the median of several runs of ``fast``), and whether they agree.
 - ``retime``: wall time of 256 hardware variants of one schedule on two cores, over the CPU time of one run; single runs are compared.
 - ``slope``: of the logarithm of CPU seconds over that of tokens, each the median of five runs in one process.
-- ``profile``: the share of interpreted Python in a profile of one run of a given trace by wall clock (``--profile``: that alone, and where it is). Counted is
-  the time that cProfile finds in Python functions themselves, array operators included, which are none of compiled code or of C
-  functions. Profiling slows Python down and nothing else, so it is an upper bound.
+- ``profile``: a sampled profile of one run of a given trace by wall clock (``--profile``: that alone, and where it is): how often the
+  interpreter itself is at work, NumPy, compiled code, or anything else. It needs py-spy, and leave to watch a process.
 - ``replay``: hits alone (``moesim.policies.kernels``): no tasks, no time. Peers that replay caches expert by expert state about 2,000 tokens/s
   at 48 layers x 128 experts, top-8; simulators of whole steps reach about a million tokens/s and see no experts.
 """
@@ -21,11 +20,12 @@ planning, pricing and simulating; predicting and measuring have columns of their
 from __future__ import annotations
 
 import argparse
-import cProfile
-import gc
 import json
 import os
+import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from numba.core.dispatcher import Dispatcher
 
 from moesim import resources
 from moesim.cost import CostModel, Costs
@@ -56,6 +55,7 @@ EXPERTS = (32, 64, 128, 256)
 REPEATS = 5
 LONG = 100_000
 VARIANTS = 256
+SETTLE_S = 3.0  # until py-spy watches
 POLICY, PREDICTOR, TIERS = "lru 25 %", "cooccurrence", ["vram", "ram"]
 Row = dict[str, Any]
 
@@ -185,37 +185,61 @@ def run_retime(lanes: str, tokens: int) -> Row:
         variants.append([prices.costs(fragment) for fragment in schedule.fragments])
     single_s = median(_timed("fast", schedule, variants[0])[0] for _ in range(REPEATS + 1))
     retime(schedule, variants[:2], workers=2)
-    at = time.perf_counter()
+    at, cpu = time.perf_counter(), time.process_time()
     found = retime(schedule, variants, workers=2).step_end_ps
-    wall_s = time.perf_counter() - at
+    wall_s, cpu_s = time.perf_counter() - at, time.process_time() - cpu
     last = np.concatenate([fragment.steps[:, 2] for fragment in schedule.fragments])
     equal = all(np.array_equal(found[v], _timed("fast", schedule, variants[v])[1].end_ps[last]) for v in range(0, VARIANTS, 17))
     return {
-        "lanes": lanes, "tokens": tokens, "variants": VARIANTS, "cores": 2, "wall_s": wall_s, "single_s": single_s, "ratio": wall_s / single_s,
+        "lanes": lanes, "tokens": tokens, "variants": VARIANTS, "cores": 2, "wall_s": wall_s, "cpu_s": cpu_s, "single_s": single_s, "ratio": wall_s / single_s,
         "equal": equal,
     }  # fmt: skip
 
 
 def run_profile(tokens: int) -> Row:
-    """The share of interpreted Python in a run, by wall clock, and the functions that have most of it."""
-    simulate(bench_case(MAIN, "fast", "fifo", 8), keep=False)
-    gc.collect()
-    profiler = cProfile.Profile(time.perf_counter)
+    """Where a run spends its time by wall clock, as py-spy finds it: shares by what runs at the moment, and the Python functions with most."""
+    found = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if found is None:
+        return {"tokens": tokens, "shares": None, "most": {}}
+    simulate(bench_case(MAIN, "fast", "fifo", 256), keep=False)
     case = bench_case(MAIN, "fast", "fifo", tokens)
     _ = case.routing  # the trace is given
-    profiler.runcall(simulate, case, keep=False)
-    compiled = {
-        it.py_func.__code__.co_name for module in list(sys.modules.values()) for it in vars(module).values() if isinstance(it, Dispatcher)
-    }
-    spent: dict[str, float] = {}
-    total = 0.0
-    for entry in profiler.getstats():
-        total += entry.inlinetime
-        if not isinstance(entry.code, str) and entry.code.co_name not in compiled:
-            name = f"{'/'.join(Path(entry.code.co_filename).parts[-2:])}:{entry.code.co_name}"
-            spent[name] = spent.get(name, 0.0) + entry.inlinetime
-    most = sorted(spent.items(), key=lambda item: -item[1])[:15]
-    return {"tokens": tokens, "wall_s": total, "interpreted": sum(spent.values()) / total, "most": {name: s / total for name, s in most}}
+    with tempfile.NamedTemporaryFile() as file:
+        command = [found, "record", "--native", "--rate", "500", "--format", "raw", "--output", file.name, "--duration", "600", "--pid"]
+        watcher = subprocess.Popen([*command, str(os.getpid())], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(SETTLE_S)
+        at = time.perf_counter()
+        simulate(case, keep=False)
+        wall_s = time.perf_counter() - at
+        watcher.send_signal(signal.SIGINT)
+        watcher.wait()
+        lines = [line.rsplit(" ", 1) for line in Path(file.name).read_text(encoding="utf-8").splitlines()]
+    shares = {"interpreted": 0, "numpy": 0, "compiled": 0, "other": 0}
+    most: dict[str, int] = {}
+    for stack, count in lines:
+        running = stack.split(";")[-1]
+        python = re.fullmatch(r"(.*) \((.*\.py):\d+\)", running)
+        if "run_profile" not in stack or "nanosleep" in running:
+            continue
+        kind = (
+            "interpreted"
+            if python or "libpython" in running
+            else "numpy"
+            if "numpy" in running
+            else "compiled"
+            if "(?)" in running
+            else "other"
+        )
+        shares[kind] += int(count)
+        if python:
+            name = f"{'/'.join(Path(python[2]).parts[-2:])} {python[1]}"
+            most[name] = most.get(name, 0) + int(count)
+    total = sum(shares.values())
+    first = sorted(most.items(), key=lambda item: -item[1])[:15]
+    return {
+        "tokens": tokens, "wall_s": wall_s, "samples": total, "shares": {kind: n / total for kind, n in shares.items()},
+        "most": {name: n / total for name, n in first},
+    }  # fmt: skip
 
 
 def run_start(command: list[str]) -> Row:
@@ -309,7 +333,8 @@ def text(found: dict[str, Any]) -> str:
         )
         for row in found["retime"]:
             parts.append(
-                f"Re-timing {row['variants']} variants of {row['tokens']} tokens on {row['cores']} cores, {row['lanes']} lanes: {row['wall_s']:.3g} s, "
+                f"Re-timing {row['variants']} variants of {row['tokens']} tokens on {row['cores']} cores, {row['lanes']} lanes: {row['wall_s']:.3g} s "
+                f"({row['cpu_s']:.3g} s of CPU), "
                 f"{row['ratio']:.0f} x one run ({row['single_s']:.3g} s); {'equal' if row['equal'] else 'NOT EQUAL'}"
             )
     replay, first, start = found["replay"], found["first_use"], found["start_up"]
@@ -323,7 +348,10 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _profile_text(row: Row) -> str:
-    return f"Interpreted Python: {100 * row['interpreted']:.1f} % of a profile of {row['tokens']:,} tokens ({row['wall_s']:.2f} s)"
+    if row["shares"] is None:
+        return "Profile: py-spy is not installed"
+    shares = ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items())
+    return f"Profile of {row['tokens']:,} tokens ({row['wall_s']:.2f} s, {row['samples']} samples): {shares}"
 
 
 def main() -> None:

@@ -13,10 +13,12 @@ import io
 import itertools
 import json
 import re
+import shlex
 import textwrap
 import tokenize
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,11 +99,12 @@ def problem(expected: str, got: str, fix: str = "") -> PydanticCustomError:
 
 @dataclass(frozen=True)
 class Document:
-    """Parsed YAML: plain data, and the line of every value by its path."""
+    """Parsed YAML: plain data, the line of every value by its path, and the ``path=value`` assignments that are in it."""
 
     data: Any
     source: str
     lines: dict[Path_, str] = field(default_factory=dict)
+    assignments: tuple[str, ...] = ()
 
     def where(self, path: Path_) -> str:
         """Return ``file:line`` of the deepest known part of ``path``."""
@@ -112,8 +115,8 @@ class Document:
 
     def set(self, assignments: Iterable[str]) -> Document:
         """Return a copy with ``path=value`` assignments of the command line applied (values are YAML)."""
-        data, lines = json.loads(json.dumps(self.data)), dict(self.lines)
-        for text in assignments:
+        data, lines, texts = json.loads(json.dumps(self.data)), dict(self.lines), tuple(assignments)
+        for text in texts:
             where = f"--set {text}"
             name, sign, value = text.partition("=")
             if not sign or not name.strip():
@@ -132,7 +135,39 @@ class Document:
             here[path[-1] if isinstance(here, list) else str(path[-1])] = parsed
             lines = {p: w for p, w in lines.items() if p[: len(path)] != path}
             lines[path] = where
-        return Document(data, self.source, lines)
+        return Document(data, self.source, lines, (*self.assignments, *texts))
+
+
+def assignment(path: str, value: Any) -> str:
+    """Return ``path=value`` such that ``Document.set`` sets the value as it is."""
+    return f"{path}={_written(value)}"
+
+
+def command(scenario: str, assignments: Iterable[str], verb: str = "run") -> str:
+    """Return the command line that runs a scenario with assignments."""
+    return " ".join(["moesim", verb, shlex.quote(scenario), *(f"--set {shlex.quote(text)}" for text in assignments)])
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_written(str(key))}: {_written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    if isinstance(value, float):
+        digits = format(Decimal(repr(value)), "f")
+        return digits if "." in digits else f"{digits}.0"
+    return value if isinstance(value, str) and _reads_back(value) else json.dumps(value, ensure_ascii=False)
+
+
+@lru_cache(maxsize=4096)
+def _reads_back(text: str) -> bool:
+    """Whether YAML reads a bare text, inside braces too, as that text."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _./%+-]*", text):
+        return False
+    try:
+        return bool(parse_yaml(text, "text").data == text)
+    except InputError:
+        return False
 
 
 def _step(here: Any, part: str | int, path: Path_, where: str) -> Any:

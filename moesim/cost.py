@@ -162,7 +162,7 @@ class CostModel:
         """Return the costs of a fragment's tasks."""
         known = self._prices.get
         prices = [known(work) or self._priced(work) for work in fragment.works]
-        self._prices = dict(zip(fragment.works, prices, strict=True))  # what recurs does so in the next fragment; a long run has many others
+        self._prices = dict(zip(fragment.works, prices, strict=True))  # others may never recur, and a long run has many
         rows = fragment.work.astype(np.intp)  # once, else every gather converts them
         table = np.array([(p.latency_s, p.volume, p.cap, *p.shares) for p in prices], np.float64)
         latency_s, volume, cap = (column.copy() for column in table.T[:3])

@@ -6,6 +6,7 @@ mean for bytes is ``layout.py``'s business, what they mean for the order of work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,6 +49,15 @@ def _names(table: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
 
 
 CachePolicyName = Annotated[str, AfterValidator(_one_of(CACHE_POLICIES)), Field(json_schema_extra=_names(CACHE_POLICIES))]
+
+
+def _above_zero(factor: float) -> float:
+    if not 0 < factor < math.inf:
+        raise problem("a factor above 0", f"{factor:g}")
+    return factor
+
+
+Factor = Annotated[float, AfterValidator(_above_zero), Field(json_schema_extra={"exclusiveMinimum": 0})]
 PredictorName = Annotated[str, AfterValidator(_one_of(PREDICTORS)), Field(json_schema_extra=_names(PREDICTORS))]
 
 
@@ -218,6 +228,7 @@ class Scenario(Spec):
     precision: str | dict[str, Any] = "fp16"  # a format, a plan (formats by part), or a YAML file of one; file: a GGUF's own
     hardware: str  # a bundled name, a profile, or parts joined by +
     hardware_set: dict[str, Any] = {}  # figures to change, nested as in the profile: {storage: {ssd: {latency: "60 us"}}}
+    hardware_scale: dict[str, Factor] = {}  # channel -> factor on all that was measured through it (HardwareProfile.scaled)
     derate: Annotated[float, Field(gt=0, le=1)] | None = None  # null: the profile's own
     trace: TraceUse
     workload: Workload = Workload()

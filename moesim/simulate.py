@@ -192,7 +192,12 @@ class Result:
         tiers = layout.ledger.tiers()
         for i, tier in enumerate(tiers):
             tiers[tier]["peak_bytes"] = int(self.meter.peak_bytes[i]) if self.meter is not None else None
-        out: dict[str, Any] = {"provenance": provenance(self.case), "memory": tiers, "oom": self.oom, "quality": quality_of(self.case)}
+        out: dict[str, Any] = {
+            "provenance": provenance(self.case),
+            "memory": tiers,
+            "oom": self.oom,
+            "quality": quality_of(self.case.model, self.case.plan),
+        }
         out["metrics"] = out["transfers"] = out["lanes"] = out["critical_path"] = out["energy"] = None
         if self.meter is not None:
             mapped = self.case.scenario.io.engine == "mmap"
@@ -263,16 +268,16 @@ def stated_plan(precision: str | dict[str, Any], own: PrecisionPlan | None, wher
     return plan_from(kept | changes | {"overrides": overrides}, where)
 
 
-def quality_of(case: Case) -> dict[str, Any]:
-    """Return what is known of the quality that a case's precision leaves: ``basis`` and the loss in percent, None where it is unknown.
+def quality_of(model: ModelSpec, plan: PrecisionPlan) -> dict[str, Any]:
+    """Return what is known of the quality that a precision leaves of a model: ``basis`` and the loss in percent, None where it is unknown.
 
     ``reference``: no matrix has fewer than 16 bits, so nothing is lost; ``measured`` and ``published`` are the plan's or the bundled table's.
     """
     out: dict[str, Any] = dict.fromkeys(("loss_percent", "low_percent", "high_percent", "benchmark", "source"))
-    stated = case.plan.known_quality(case.model.name)
+    stated = plan.known_quality(model.name)
     if stated is not None:
         return out | stated.model_dump(mode="json", exclude={"model", "plan_hash"})
-    lossless = not any(case.plan.format(t.part, t.layer, t.matrix).quantised for t in case.model.all_tensors)
+    lossless = not any(plan.format(t.part, t.layer, t.matrix).quantised for t in model.all_tensors)
     return out | ({"basis": "reference", "loss_percent": 0.0} if lossless else {"basis": "unknown"})
 
 
@@ -281,6 +286,12 @@ def machine_of(scenario: Scenario, base: Path, at: Callable[[str], str]) -> Hard
     if scenario.hardware_set:
         data = _overlay(hardware.model_dump(mode="json"), scenario.hardware_set)
         hardware = config.build(HardwareProfile, Document(data, at("hardware_set")))
+    for channel, factor in scenario.hardware_scale.items():
+        try:
+            hardware = hardware.scaled(channel, factor)
+        except InputError as error:
+            path = f"hardware_scale.{channel}"
+            raise InputError(path, expected=error.expected, got=error.got, fix=error.fix, where=at(path)) from None
     return hardware.derated(scenario.derate)
 
 
@@ -471,6 +482,7 @@ def provenance(case: Case) -> dict[str, Any]:
     return {
         "version": __version__,
         "scenario": scenario.name,
+        "set": list(case.document.assignments),
         "scenario_hash": config.content_hash(resolved),
         "model": case.model.name,
         "hardware": case.hardware.name,

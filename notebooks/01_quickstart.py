@@ -56,7 +56,7 @@ Markdown(f"**To remember: {found.share:.0%}.** {found.finding} {found.advice}")
 
 # %%
 rows = []
-for hold in (14, 12, 10, 8, 6):
+for hold in (13, 12, 10, 8, 6):
     other = simulate(load_case("quickstart", ("workload.output_tokens=32", f"placement.pools.unified.hold={hold}")))
     data = other.as_dict()
     shares = bottleneck.lane_shares(data["critical_path"])

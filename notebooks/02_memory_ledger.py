@@ -20,7 +20,6 @@ import numpy as np
 from IPython.display import Markdown, display
 
 from moesim import plots
-from moesim.errors import InputError
 from moesim.simulate import load_case, simulate
 
 GB = 1e9
@@ -36,15 +35,11 @@ display(case.layout.ledger)
 # The cache of keys and values (KV) grows with every token of context, and what it takes the experts lose.
 
 # %%
-names = {"weights": "shared weights", "kv": "KV cache", "experts": "experts", "buffers": "buffers", "workspace": "work space", "runtime": "runtime"}
+names = {"weights": "shared weights", "kv": "KV cache", "experts": "experts", "workspace": "work space", "runtime": "runtime"}
 contexts = [2**n * 1024 for n in range(1, 7)]
-layouts = {}
-for tokens in contexts:
-    try:
-        layouts[tokens] = load_case("quickstart", (f"memory.context_tokens={tokens}",)).layout
-    except InputError as error:
-        print(f"{tokens:,} tokens: {error}")
+layouts = {tokens: load_case("quickstart", (f"memory.context_tokens={tokens}",)).layout for tokens in contexts}
 sizes = {pool: np.array([sum(x.bytes for x in it.ledger.lines if x.pool == pool) for it in layouts.values()]) / GB for pool in names}
+usable = case.layout.ledger.capacities["unified"].usable_bytes / GB
 
 figure, ax = plt.subplots(figsize=(9, 4), layout="constrained")
 below = np.zeros(len(layouts))
@@ -53,11 +48,11 @@ for (pool, label), colour in zip(names.items(), plots.LINE_COLOURS, strict=False
     below += sizes[pool]
 for i, it in enumerate(layouts.values()):
     held = it.pools["unified"].counts
-    ax.annotate(f"{np.mean(held):.1f} of {case.model.n_experts} experts", (i, below[i] + 0.3), ha="center", fontsize=8)
-usable = case.layout.ledger.capacities["unified"].usable_bytes / GB
+    ax.annotate(f"{np.mean(held):.1f} experts\nof {case.model.n_experts} a layer", (i, usable + 0.3), ha="center", fontsize=8)
 ax.axhline(usable, color="#b00020", label=f"usable, {usable:.0f} GB")
 ax.set_xticks(range(len(layouts)), [f"{tokens:,}" for tokens in layouts])
-ax.set(xlabel="planned context (tokens)", ylabel="memory (GB)", ylim=(0, usable * 1.25), title="Every token of context takes room from experts")
+ax.set_title("Every token of context takes room from experts", fontsize=10, loc="left")
+ax.set(xlabel="planned context (tokens)", ylabel="memory (GB)", ylim=(0, usable * 1.15))
 legend = ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
 
 # %% [markdown]
@@ -77,27 +72,28 @@ Markdown(
 # %% [markdown]
 # ## Plan and watermark
 #
-# The plan is the worst case. What a run really holds is its watermark, and the simulator follows it: here with room for 8,192 tokens that fills
-# only as far as the run goes (`memory.kv=live`), and with all of it taken at once (`maximum`).
+# The plan is the worst case. What a run really holds is its watermark, and the simulator follows it. Here a run that begins with no expert in
+# memory, with a cache that takes all of its room at once (`maximum`), and with one that grows with the text (`live`).
 
 # %%
-for how in ("maximum", "live"):
-    run = simulate(load_case("quickstart", (f"memory.kv={how}", "workload.output_tokens=32")))
+runs = {how: simulate(load_case("ref-23b-plan-c", (f"memory.kv={how}", "workload.output_tokens=48"))) for how in ("maximum", "live")}
+for how, run in runs.items():
     use = run.as_dict()["memory"]["unified"]
     print(f"{how}: planned {use['planned_bytes'] / GB:.2f} GB, peak {use['peak_bytes'] / GB:.2f} GB of {use['capacity_bytes'] / GB:.0f} GB")
-ax = plots.memory_watermark(run, "unified", plt.subplots(figsize=(9, 3.4), layout="constrained")[1])
+ax = plots.memory_watermark(runs["live"], "unified", plt.subplots(figsize=(9, 3.4), layout="constrained")[1])
 
 # %% [markdown]
 # ## Out of memory is a result
 #
-# A plan that does not fit is no crash. The result says which tier, at which step, what asked for how much, and what would have fitted.
+# A plan that does not fit is no crash: the result says which tier, what asked for how much, and what would have fitted. Here the quickstart is
+# told to hold in every layer as many experts as only some layers have room for.
 
 # %%
-long = ("workload.prompt_tokens=0", "workload.cached_tokens=15255", "workload.output_tokens=8")
-oom = simulate(load_case("ref-23b-plan-c", long)).as_dict()["oom"]
+most = max(case.layout.pools["unified"].counts)
+oom = simulate(load_case("quickstart", (f"placement.pools.unified.hold={most}",))).as_dict()["oom"]
 Markdown(
-    f"With a fixed KV budget, {oom['asked_by']} asks for {oom['needed_bytes'] / GB:.3f} GB in {oom['tier']} at step {oom['step']} and "
-    f"{oom['usable_bytes'] / GB:.3f} GB can be had. The largest context of that plan: {oom['max_context_tokens']:,} tokens."
+    f"With {most} experts in every layer, {oom['asked_by']} finds no room in {oom['tier']}: {oom['needed_bytes'] / GB:.2f} GB are needed and "
+    f"{oom['usable_bytes'] / GB:.2f} GB can be had. With a context of at most {oom['max_context_tokens']:,} tokens it would fit."
 )
 
 # %% [markdown]

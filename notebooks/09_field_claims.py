@@ -232,9 +232,18 @@ perfectly = ("workload.prompt_tokens=0", "prefetch.predictor=oracle", "prefetch.
 merged, scattered = (run("quickstart", *SHORT, *perfectly, f"io.layout={how}", "io.scattered_piece=16 KiB", "io.depth=1")["metrics"] for how in ("merged", "scattered"))
 verdict("P5", "one merged, aligned file lifts overlap from under 50 % to over 80 %", merged["overlap_coverage"] > 0.8 and scattered["overlap_coverage"] < 0.5, f"overlap {scattered['overlap_coverage']:.0%} in pieces of 16 KiB read one after the other, {merged['overlap_coverage']:.0%} merged; {scattered['decode_tok_s']:.2f} and {merged['decode_tok_s']:.2f} tokens/s. With many reads in flight scattered files lose far less")
 
-half = ("workload.prompt_tokens=0", "placement.pools.ram.hold=50 %", "placement.pools.ram.policy=lru", "trace={generate: like, profile: gpt-oss-20b}")
-maps = {how: run("gpt-oss-20b-laptop", *SHORT, *half, f"io.fast_map={how}", "io.fast_map_refresh_tokens=8")["metrics"]["io_wait_ms_per_token"] for how in ("file-order", "refreshed")}
-verdict("P6", "a hot/cold map of the drive cuts I/O wait from 25 to 7 ms", "holds when" if maps["refreshed"] < maps["file-order"] else False, f"wait a token {maps['file-order']:.0f} ms in file order, {maps['refreshed']:.0f} ms refreshed, on a drive with a fast region: what is hot enough to lie there is mostly in memory already")
+mapped = ("workload.prompt_tokens=0", "prefetch.predictor=none", "trace={generate: like, profile: gpt-oss-20b}", "io.fast_map_refresh_tokens=8")
+kept = {"half": "{vram: {hold: fit, policy: lru}, ram: {hold: 50 %, policy: lru}}", "nothing": "{vram: {hold: none}, ram: {hold: none}}"}
+maps = {
+    (what, how): run("gpt-oss-20b-laptop", *SHORT, *mapped, f"placement.pools={pools}", f"io.fast_map={how}")["metrics"]["io_wait_ms_per_token"]
+    for what, pools in kept.items() for how in ("file-order", "refreshed")
+}  # fmt: skip
+verdict(
+    "P6",
+    "a hot/cold map of the drive cuts I/O wait from 25 to 7 ms",
+    "holds when" if maps["nothing", "refreshed"] < 0.98 * maps["nothing", "file-order"] else False,
+    f"wait a token {maps['nothing', 'file-order']:.0f} ms in file order, {maps['nothing', 'refreshed']:.0f} ms with the map when nothing is cached, far from the claim's gain; {maps['half', 'file-order']:.0f} and {maps['half', 'refreshed']:.0f} ms when RAM holds half: what is hot enough for the fast region is in memory already",
+)
 
 engines = {how: speed("ref-23b-plan-c", *SHORT, f"io.engine={how}") for how in ("direct", "buffered", "mmap")}
 verdict("P7", "read into memory that the compute unit addresses: one copy, not two", engines["direct"] >= engines["buffered"], f"{engines['direct']:.2f} tokens/s direct, {engines['buffered']:.2f} through the page cache")
@@ -278,3 +287,60 @@ verdict("B2", "an SSD below 3 GB/s is the bottleneck", "holds when" if drives[6]
 verdict("B3", "VRAM >> PCIe >> SSD", 63 * 10 < 1792 and 14 * 4 < 63, "RTX 5090 1,792 GB/s, PCIe 5.0 x16 63, PCIe 5.0 SSD 14 (data sheets): 28 and 4.5 times; against HBM3 (3,350) 53 times")
 verdict("B4", "an NPU with wider bandwidth than the GPU of its chip", "holds when" if sites["npu"] <= sites["gpu"] * 1.05 else True, "only as a larger share of the one DRAM that both read; at once they share it")
 show("B")
+
+# %% [markdown]
+# ## S: serving
+#
+# Requests that arrive, on the same desktop: in 16 bit with experts cached in VRAM over RAM, and in 4 bit with everything in VRAM.
+
+# %%
+from moesim.serving import load_serving
+from moesim.serving.curve import saturation
+
+
+def users(name: str, *numbers: int, sets: tuple[str, ...] = ()) -> list[dict]:
+    """The metrics of a serving scenario at numbers of users, each of whom asks again when answered."""
+    case, _ = load_serving(name, ("serving.requests=8", "serving.output={mean: 16}", *sets))
+    return [data["metrics"] for _, _, data in saturation(case, users=numbers).points]
+
+
+short = ("serving.prompt={mean: 64}",)
+offloaded, whole = users("chat-offloaded", 1, 8, sets=short), users("chat-resident", 1, 8, sets=short)
+each = [[m["output_throughput_tok_s"] for m in pair] for pair in (offloaded, whole)]
+fits = load_serving("chat-offloaded", ("placement.pools.vram.hold=all", "placement.pools.vram.policy=static"))[0].layout.ledger.fits
+verdict("S1", "offloading lowers the memory threshold of one user; it makes nothing fast, nor many-user", not fits and each[0][0] < each[1][0] and each[0][1] < each[1][1] / 5, f"in 16 bit the model fits only offloaded: {each[0][0]:.0f} tokens/s for one user, {each[0][1]:.0f} for eight together; in 4 bit and all in VRAM {each[1][0]:.0f} and {each[1][1]:.0f}")
+
+quarter, in_vram = users("long-prompts", 1, sets=("serving.requests=2",))[0], users("long-prompts", 1, sets=("serving.requests=2", "placement.pools.vram.hold=all", "placement.pools.vram.policy=static"))[0]
+waits = quarter["ttft_ms"]["median"] / in_vram["ttft_ms"]["median"], quarter["tpot_ms"]["median"] / in_vram["tpot_ms"]["median"]
+verdict("S2", "prefill touches nearly every expert, so offloading slows it more than decode", "holds when" if waits[0] > 2 * waits[1] else False, f"with a quarter of the experts in VRAM the first token of 2,048 comes {waits[0]:.1f} times later, later ones {waits[1]:.1f} times; where decode has no cache that hits both suffer alike (docs/serving.md)")
+
+verdict("S3", "concurrency spreads over experts, PCIe saturates, speed per user collapses", each[0][1] / 8 < each[0][0] / 3, f"one user gets {each[0][0]:.0f} tokens/s, each of eight {each[0][1] / 8:.1f}: a step loads the union of their experts; with longer prompts even all together get less than one alone (docs/serving.md)")
+
+free = users("chat-resident", 1, sets=(*short, "hardware_set.devices.gpu.launch=0 us"))[0]
+launches = 1 - free["tpot_ms"]["median"] / whole[0]["tpot_ms"]["median"]
+verdict("S4", "with all in VRAM the limit moves to small kernels and overhead", "holds when" if launches > 0.3 else False, f"launches are {launches:.0%} of a step of one user, at an assumed 5 us each; fewer with graphs, and for many users")
+
+batches = [m["output_throughput_tok_s"] for m in users("offline-batch", 1, 8, 64, sets=("serving.requests=64", "serving.prompt={mean: 16}", "serving.output={mean: 8}"))]
+verdict("S5", "offline batches trade latency for hardware cost", "holds when" if batches[0] < batches[2] < 16 * batches[0] else False, f"{batches[0]:.0f}, {batches[1]:.0f} and {batches[2]:.0f} tokens/s at 1, 8 and 64 at a time, a quarter of the experts in VRAM: worth it once a batch needs every expert anyway; before that the union of experts grows as fast as the batch")
+show("S")
+
+# %% [markdown]
+# ## W: way of working
+
+# %%
+from moesim.scenario import Scenario
+
+
+def switches(spec: type) -> int:
+    """Number of values that a spec's file may set."""
+    inner = [field.annotation for field in spec.model_fields.values()]
+    return sum(switches(kind) if hasattr(kind, "model_fields") else 1 for kind in inner)
+
+
+verdict("W1", "everything is a start-up switch", switches(Scenario) > 40, f"{switches(Scenario)} values of a scenario can be set by `--set path=value`, beside every figure of the machine and rules by layer")
+
+options = {f"{policy}, distance {d}": ("workload.prompt_tokens=0", "workload.output_tokens=16", f"placement.pools.unified.policy={policy}", "prefetch.predictor=cooccurrence", f"prefetch.distance={d}") for policy in ("static", "lru") for d in (0, 1)}
+best = {factor: max(options, key=lambda name: drive_speed("ref-23b-plan-c", factor, *options[name])) for factor in (0.5, 8)}
+verdict("W2", "sweep every combination; for a new device, rerun", len(set(best.values())) > 1 or "holds when", f"best of {len(options)} on plan C: {best[0.5]} with a 1 GB/s drive, {best[8]} with 16 GB/s (`moesim sweep` with a quality floor as a constraint does this for thousands)")
+verdict("W3", "measure the I/O parameters before trusting a plan", drives[1.5] / drives[0.5] > 1.2, f"the drive's rate alone moves plan C from {drives[0.5]:.2f} to {drives[1.5]:.2f} tokens/s between 1 and 3 GB/s; calibrated, predictions of real runs are off by 5 % in the median (docs/validation.md)")
+show("W")

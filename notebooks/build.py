@@ -47,10 +47,11 @@ def execute(source: Path, limit_s: float) -> nbformat.NotebookNode:
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # jupytext draws one at random
     began = time.monotonic()
-    NotebookClient(
+    client = NotebookClient(
         notebook, timeout_func=lambda _cell: max(began + limit_s - time.monotonic(), 1.0), kernel_name="python3",
-        resources={"metadata": {"path": str(HERE)}}, record_timing=False,
-    ).execute()  # fmt: skip
+        resources={"metadata": {"path": str(HERE)}}, record_timing=False, extra_arguments=["--log-level=ERROR"],
+    )  # fmt: skip
+    client.execute()
     notebook.metadata = metadata  # without the kernel's version
     return notebook
 

@@ -180,7 +180,7 @@ def test_report_of_a_scenario_and_a_result(tmp_path: Path, capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert out == "" and "wrote" in err
     words = Reader(page.read_text(encoding="utf-8")).words
-    assert "workload.output_tokens=4 -o json" in words and "which does not say what was set" in words
+    assert "workload.output_tokens=4 -o json" in words and "This gives the result again, where the scenario" in words
     assert run(["report", str(tmp_path / "r.json"), "-o", str(tmp_path / "p.md")]) == 0
     assert (tmp_path / "p.md").read_text(encoding="utf-8").startswith("# tinymoe on laptop-8gb: fits")
 

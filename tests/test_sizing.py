@@ -83,6 +83,7 @@ def test_every_figure_can_be_had_again_by_its_command(tmp_path: Path) -> None:
     result = simulate(case, keep=False)
     assert speed_of(result) == verdict.speed
     assert {t: it["left_bytes"] for t, it in result.as_dict()["memory"].items()} == verdict.left_bytes
+    assert result.as_dict()["energy"]["average_w"] == verdict.watts and result.as_dict()["quality"] == verdict.quality
     assert {lane: it["utilisation"] for lane, it in result.as_dict()["lanes"].items()} == verdict.lanes
     first = simulate(load_case("sizing", settings_of(verdict.command("ttft"))), keep=False)
     assert first.as_dict()["metrics"]["ttft_ms"]["mean"] / 1e3 == pytest.approx(verdict.ttft_s, rel=1e-12)  # one chunk holds the prompt
@@ -247,6 +248,20 @@ def test_bad_needs_are_refused(tmp_path: Path, changes: dict[str, Any], field: s
     with pytest.raises(InputError, match=field) as caught:
         load_needs(needs(tmp_path, **changes))
     assert "needs.yaml" in str(caught.value)
+
+
+def test_a_loss_that_is_known_bounds_the_formats(tmp_path: Path) -> None:
+    def formats(model: str, most: float) -> list[str]:
+        stated, where = load_needs(needs(tmp_path, models=[model], quality={"max_loss_percent": most}))
+        return Judge(stated, where).formats()
+
+    assert formats("mixtral-8x7b", 2.0) == ["bf16", "Q5_K", "Q4_K"]  # published: 0.56 and 1.74 %, Q3_K 6.82 %
+    assert formats("tinymoe", 50.0) == ["bf16"]  # nothing is known below 16 bits, and nothing is guessed
+    found = sized(tmp_path, quality={"max_loss_percent": 50})
+    assert found.ranked[0].worst.quality["basis"] == "reference"
+    assert "known to lose at most 50 %" in report_sizing.sizing_text(found) and "Quality: nothing is lost" in report_sizing.sizing_markdown(
+        found
+    )
 
 
 def test_a_floor_above_every_format_is_refused(tmp_path: Path) -> None:

@@ -30,22 +30,26 @@ def case(precision: Any, **more: Any) -> Case:
     return make_case(Scenario.model_validate(data | more))
 
 
+def known(of: Case) -> dict[str, Any]:
+    return quality_of(of.model, of.plan)
+
+
 # ---- what is stated
 
 
 def test_a_measured_quality_holds_for_the_plan_that_was_measured() -> None:
     plan = plan_from({"default": "int3-g64", "rounding": "clip"})
     stated = {"default": "int3-g64", "rounding": "clip", "quality": MEASURED | {"plan_hash": plan.hash}}
-    assert quality_of(case(stated))["loss_percent"] == 2.5
+    assert known(case(stated))["loss_percent"] == 2.5
     changed = stated | {"attention": "int8"}
-    assert quality_of(case(changed))["basis"] == "unknown"
+    assert known(case(changed))["basis"] == "unknown"
     other = stated | {"quality": MEASURED | {"plan_hash": plan.hash, "model": "mixtral-8x7b"}}
-    assert quality_of(case(other))["basis"] == "unknown"
+    assert known(case(other))["basis"] == "unknown"
 
 
 def test_nothing_is_lost_at_16_bits_and_nothing_is_guessed_below() -> None:
-    assert quality_of(case("bf16"))["basis"] == "reference"
-    unknown = quality_of(case("int8"))
+    assert known(case("bf16"))["basis"] == "reference"
+    unknown = known(case("int8"))
     assert unknown["basis"] == "unknown" and unknown["loss_percent"] is None
     assert "unknown" in loss_of_quality(unknown)
 

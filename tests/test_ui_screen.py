@@ -18,7 +18,6 @@ from moesim.cli.main import run
 from moesim.errors import InputError
 from moesim.scenario import load_scenario
 from moesim.simulate import load_case, simulate
-from moesim.sweep.paths import SCALE
 from moesim.ui import answers, screen
 from moesim.ui.screen import LABELS, Screen, start
 
@@ -34,10 +33,10 @@ def first(tmp_path: Path) -> Screen:
 
 
 def read_back(found: answers.Answer, path: Path) -> dict[str, Any]:
-    """What the downloaded file gives, without the engine's name: the result is the same with all."""
+    """What the downloaded file gives, which states all of it: but for the engine's name, as the result is the same with all, and what was set."""
     path.write_text(found.yaml, encoding="utf-8")
     data = simulate(load_case(path)).as_dict()
-    data["provenance"]["engine"] = found.data["provenance"]["engine"]
+    data["provenance"] |= {key: found.data["provenance"][key] for key in ("engine", "set")}
     return data
 
 
@@ -45,7 +44,7 @@ CHANGES: list[dict[str, Any]] = [
     {}, {"model": "ref-23b"}, {"experts": "Q4_K"}, {"hardware": "ref-16gb"}, {"hardware": "ryzen-9600x + ddr5-5600x2:32GiB + nvme-gen4"},
     {"hold": "25 %"}, {"hold": "5"}, {"policy": "lfu"}, {"site": "in-place", "predictor": "none"}, {"distance": 2}, {"predictor": "oracle"},
     {"io_engine": "buffered", "io_depth": 2, "io_threads": 2}, {"users": 3}, {"context_tokens": 4096}, {"cached_tokens": 100}, {"prompt_tokens": 16},
-    {"output_tokens": 3}, {"figures": ((f"{SCALE}.ssd", 1.25e9), ("hardware_set.tiers.ram.capacity.value", 16e9))},
+    {"output_tokens": 3}, {"figures": (("hardware_scale.ssd", 1.25e9), ("hardware_set.tiers.ram.capacity.value", 16e9))},
     {"figures": (("hardware_set.tiers.vram.capacity.value", 900e6),), "hold": "all", "below": "all"},
     {"below": "12"}, {"below": ""},
 ]  # fmt: skip
@@ -57,7 +56,8 @@ def test_the_file_and_the_command_give_what_the_page_shows(change: dict[str, Any
     data = read_back(found, tmp_path / "what-if.yaml")
     assert data == found.data
     by_command = simulate(load_case(first.scenario, found.assignments)).as_dict()
-    assert by_command["metrics"] == data["metrics"] and by_command["memory"] == data["memory"]
+    assert by_command["provenance"].pop("engine") and by_command["provenance"] | {"engine": "fast"} == data["provenance"]
+    assert by_command | {"provenance": None} == data | {"provenance": None}
     assert found.assignments if change else found.assignments == ()
 
 
@@ -74,11 +74,13 @@ def test_every_bundled_scenario_has_a_screen(name: str) -> None:
     scenario, document, _ = screen.document_of(shown)
     assert scenario.model_dump(exclude={"trace"}) == load_scenario(name)[0].model_dump(exclude={"trace"})
     assert {LABELS["hardware"]}.isdisjoint(document.lines.values())
-    assert any(figure.path == f"{SCALE}.ssd" for figure in screen.machine_figures(shown))
+    assert any(figure.path == "hardware_scale.ssd" for figure in screen.machine_figures(shown))
 
 
 def test_an_edited_figure_is_the_machines(first: Screen) -> None:
-    case = answers.answer(replace(first, figures=((f"{SCALE}.ssd", 1.25e9), ("hardware_set.tiers.ram.capacity.value", 12e9)))).result.case
+    case = answers.answer(
+        replace(first, figures=(("hardware_scale.ssd", 1.25e9), ("hardware_set.tiers.ram.capacity.value", 12e9)))
+    ).result.case
     assert case.hardware.channels["ssd"].bandwidth.value == pytest.approx(1.25e9)
     assert case.hardware.tiers["ram"].capacity.value == 12_000_000_000
 
@@ -131,7 +133,7 @@ def test_relative_files_of_a_scenario_are_written_out(tmp_path: Path) -> None:
         ({"hold": "lots"}, "Experts held", ""),
         ({"users": 0}, "Users at the same time", "greater than or equal to 1"),
         ({"prompt_tokens": 0, "output_tokens": 0}, "", "above 0"),
-        ({"figures": ((f"{SCALE}.ssd", 0.0),)}, "ssd bandwidth (GB/s)", "a factor above 0"),
+        ({"figures": (("hardware_scale.ssd", 0.0),)}, "ssd bandwidth (GB/s)", "a factor above 0"),
     ],
     ids=str,
 )
@@ -173,6 +175,6 @@ def test_an_update_takes_less_than_two_seconds() -> None:
     first = start("quickstart")
     answers.what_if(answers.answer(first))  # a first run loads the trace and the compiled code
     began = time.process_time()
-    found = answers.answer(replace(first, figures=((f"{SCALE}.ssd", 7e9),)))
+    found = answers.answer(replace(first, figures=(("hardware_scale.ssd", 7e9),)))
     assert answers.glance_html(found, "A") and answers.whatif_html(answers.what_if(found))
     assert time.process_time() - began < 2.0

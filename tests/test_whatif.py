@@ -15,9 +15,11 @@ from planner_cases import machine, model, trace
 
 from moesim import metrics
 from moesim.cli.main import run
+from moesim.config import Document, assignment, command
 from moesim.errors import InputError
 from moesim.hardware import Figure, Rate, load_hardware
 from moesim.hardware.parts import times
+from moesim.report.whatif import whatif_json, whatif_text
 from moesim.simulate import load_case, simulate
 from moesim.trace import save_trace
 from moesim.whatif import ceilings, whatif
@@ -25,7 +27,7 @@ from moesim.whatif.curves import curve
 from moesim.whatif.figures import RANGES, figure_range, find_knob, knobs, turn
 from moesim.whatif.replay import Replay, speed_of
 from moesim.whatif.uncertainty import effects, interval
-from moesim.whatif.upgrades import attempt, changes, command, yaml_of
+from moesim.whatif.upgrades import attempt, changes
 
 LAYERS, EXPERT, RATE = 4, 1000, 5e6  # bytes of an expert and layer; bytes/s that reads of such experts attain
 
@@ -206,6 +208,27 @@ def test_every_change_can_be_had_again_by_its_settings(tmp_path: Path) -> None:
     assert all(o.problem for o in tried if not math.isfinite(o.speed))
 
 
+def test_a_scale_is_a_setting_like_any_other(tmp_path: Path) -> None:
+    path = scenario(tmp_path, compute=False, io=True)
+    case = load_case(path, ("hardware_scale.ssd=2",))
+    assert case.hardware == load_case(path).hardware.scaled("ssd", 2)
+    assert simulate(case).as_dict()["provenance"]["set"] == ["hardware_scale.ssd=2"]
+    double = next(c for c in changes(case) if c.name == "2 x ssd speed")
+    assert double.settings == (("hardware_scale.ssd", 4.0),)  # of what it is
+    with pytest.raises(InputError, match='hardware_scale.sdd.*did you mean "ssd"'):
+        load_case(path, ("hardware_scale.sdd=2",))
+    with pytest.raises(InputError, match="a factor above 0"):
+        load_case(path, ("hardware_scale.ssd=0",))
+
+
+def test_sites_are_switches_where_both_can_compute() -> None:
+    settings = ("trace={generate: uniform}", "workload={output_tokens: 4}", "engine=fast", "prefetch={predictor: none}")
+    case = load_case("gpt-oss-20b-laptop", settings)
+    tried = {c.settings[0][1]: attempt(case, c).speed for c in changes(case) if c.settings and c.settings[0][0] == "placement.site"}
+    assert set(tried) == {"in-place", "hybrid"} and all(map(math.isfinite, tried.values()))
+    assert not any(c.settings and c.settings[0][0] == "placement.site" for c in changes(load_case("quickstart")))
+
+
 def test_a_drive_twice_as_fast_doubles_an_io_bound_run(tmp_path: Path) -> None:
     case = load_case(scenario(tmp_path, compute=False, io=True), ("engine=fast",))
     double = next(c for c in changes(case) if c.name == "2 x ssd speed")
@@ -219,6 +242,14 @@ def test_the_ceiling_is_what_the_other_lanes_leave(tmp_path: Path) -> None:
     found = {c.lane: c.speed for c in ceilings(replay, replay.result.as_dict())}
     assert found["ssd"] == pytest.approx(1 / compute, rel=1e-4)
     assert found["gpu"] == pytest.approx(1 / read, rel=1e-4)
+
+
+def test_a_lane_that_alone_limits_has_no_ceiling(tmp_path: Path) -> None:
+    path = scenario(tmp_path, compute=False, io=True)
+    answer = whatif(load_case(path), str(path), draws=0, quick=True)
+    assert [(c.lane, math.isnan(c.speed)) for c in answer.ceilings if c.share > 0.999] == [("ssd", True)]
+    assert "nothing else that is modelled" in whatif_text(answer) and "beyond what else is modelled" in whatif_text(answer)
+    assert json.loads(whatif_json(answer))["ceilings"][0]["speed_tok_s"] is None
 
 
 def test_a_second_gpu_is_tried_where_the_program_can_place_layers_on_it() -> None:
@@ -241,11 +272,20 @@ def test_a_run_that_does_not_fit_still_shows_what_would_help(tmp_path: Path) -> 
     assert any(math.isfinite(o.speed) and o.change.group == "buy" for o in answer.outcomes)
 
 
-def test_yaml_of_reads_back() -> None:
-    from moesim.config import parse_yaml
-
-    for value in (1.0, 1e-7, 0.6, "no", "paged", "4 kB", {"a.b": [1, True, None, "x y"]}, 12):
-        assert parse_yaml(yaml_of(value), "--set x").data == value
+def test_assignments_read_back() -> None:
+    for value in (
+        1.0,
+        1e-7,
+        0.6,
+        "no",
+        "paged",
+        "4 kB",
+        {"a.b": [1, True, None, "x y", "1.5", "a: b", "\u00e9 \U0001f600"]},
+        12,
+        ["5 us, or"],
+    ):
+        document = Document({"x": {"y": 0}}, "s").set([assignment("x.y", value)])
+        assert document.data == {"x": {"y": value}} and document.assignments == (assignment("x.y", value),)
 
 
 def test_commands_survive_the_shell() -> None:

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from moesim.cli.options import Format, Output, check_target, note, say, write
 from moesim.cli.progress import Tick, progress
 from moesim.errors import InputError
+from moesim.precision import get_format
 from moesim.report import quality as report_quality
 from moesim.units import parse
 
@@ -113,7 +114,7 @@ def evaluate(
             )
         units = take_apart(study, unit_name, unit_plan)
     formats = dict.fromkeys(it.plan.format("routed_experts", spec.moe_layers[0]).name for it in measured)
-    dequant = measure_dequant([name for name in formats if name != "bf16"])
+    dequant = measure_dequant([name for name in formats if get_format(name).quantised])
     note(
         f"{len(measured)} plans; {time.process_time() - began:.0f} s of CPU time now, {sum(it.cpu_s for it in measured):.0f} s for the plans in all"
     )

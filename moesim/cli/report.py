@@ -10,11 +10,11 @@ import typer
 
 from moesim.cli.options import Assignments, Machine, bundled, check_target, note, write
 from moesim.cli.run import progress
+from moesim.config import command
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.report.result_file import read_result
 from moesim.simulate import load_case, simulate
 from moesim.whatif import DRAWS, whatif
-from moesim.whatif.upgrades import command as command_line
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -55,7 +55,7 @@ def run(
             result = simulate(case, tick)
         with progress() as tick:
             answer = whatif(case, name, chosen, draws=DRAWS, quick=not changes, progress=tick)
-        line = command_line(name, chosen) + " -o json"
+        line = command(name, chosen) + " -o json"
         entries.append(report_page.Entry(name, result.as_dict(), result, answer, line))
     shape = report_page.page_markdown if output.suffix.lower() == ".md" else report_page.page_html
     write(output, shape(entries), "--output")

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moesim.config import command
 from moesim.doctor.checks import Suspicion, suspicions
 from moesim.html_table import html_table
 from moesim.simulate import Case, Result, load_case, simulate
 from moesim.units import show
 from moesim.whatif.figures import on
 from moesim.whatif.replay import speed_of
-from moesim.whatif.upgrades import Change, attempt, command
+from moesim.whatif.upgrades import Change, attempt
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from moesim.bottleneck import lane_shares
 from moesim.hardware import assumed_figures
 from moesim.hardware.compose import find_hardware
 from moesim.simulate import Case, Result
-from moesim.sweep.paths import SCALE
 from moesim.units import show
+from moesim.whatif.upgrades import times_as_fast
 
 BLOCK = 4096  # bytes; what direct reads must be aligned to on usual drives
 SLOW_DRIVE = 3e9  # bytes/s, claim B2
@@ -71,7 +71,7 @@ def _drive(case: Case, result: Result, data: Mapping[str, Any]) -> Iterator[Susp
             f"{show(moved['bytes'] / _tokens(result), 'bytes')} are read per token at {show(rate, 'bytes_per_s')}{slow}; reads are {share:.0%} of the critical "
             f"path, compute waits {data['metrics']['io_wait_ms_per_token']:.3g} ms per token"
         )
-        yield Suspicion("drive-below-need", "B2", "the drive is slower than the run needs", evidence, ((f"{SCALE}.{channel}", 2.0),), None,
+        yield Suspicion("drive-below-need", "B2", "the drive is slower than the run needs", evidence, (times_as_fast(case, channel, 2.0),), None,
                         "a drive twice as fast, or more room for experts")  # fmt: skip
     best = max(hw.read_bandwidth(disk, request, depth, engine=io.engine) for depth in (64, 512))
     if io.engine == "direct" and best > 1.1 * rate:
@@ -109,7 +109,7 @@ def _machine(case: Case) -> Iterator[Suspicion]:
     facts = hw.channels[main].facts
     if facts is not None and (facts.memory_channels == 1 or (facts.bus_bits == 64 and not hw.is_unified)):
         evidence = f"{main} has one channel of 64 bit at {facts.mt_s} MT/s: {show(hw.channels[main].bandwidth.value, 'bytes_per_s')}"
-        yield Suspicion("single-channel-ram", "B2", "memory runs in a single channel", evidence, ((f"{SCALE}.{main}", 2.0),), None,
+        yield Suspicion("single-channel-ram", "B2", "memory runs in a single channel", evidence, (times_as_fast(case, main, 2.0),), None,
                         "a second module of the same kind")  # fmt: skip
     if not scenario.io.pinned and hw.links:
         yield Suspicion("pageable-copies", "P7", "copies to the card start from pageable memory", "each goes through the driver's own buffer",
@@ -205,10 +205,9 @@ def _site(case: Case, data: Mapping[str, Any]) -> Iterator[Suspicion]:
     share = sum(part for lane, part in lane_shares(data["critical_path"]).items() if lane in case.hardware.links)
     if placement.site == "fetch" and share > SHARE:
         evidence = f"copies to the card are {share:.0%} of the critical path"
-        settings = (("placement.site", "in-place"), ("prefetch.predictor", "none"))
-        yield Suspicion(
-            "fetch-over-link", "T4, S1", "experts are fetched that the CPU could compute where they lie", evidence, settings, WORTH
-        )
+        what = "experts are fetched that the CPU could compute where they lie"
+        for settings in ((("placement.site", "in-place"), ("prefetch.predictor", "none")), (("placement.site", "hybrid"),)):
+            yield Suspicion("fetch-over-link", "T4, S1", what, evidence, settings, WORTH)
 
 
 def _quality(case: Case) -> Iterator[Suspicion]:

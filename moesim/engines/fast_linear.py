@@ -24,6 +24,7 @@ from moesim.timeline import CAUSE_HEAD_OF_LINE, NO_CAUSE
 
 MARGIN = 1 - 1e-9  # sums of rates round; below it max-min gives every flow its cap, to the bit
 BY_LANE = int(Dep.LANE)
+REFUSED, BY_WORK, BY_TASK = range(3)
 
 
 @njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -41,14 +42,14 @@ def flow_ps(fixed, flow, most, own_limit):
 @njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def durations(
     stamp, lanes, c_int, c_float, c_shares, lane, work, latency, volume, cap, shares, capacity, duration, limit, c_limit,
-    seen, on, user, each, top, peak,
+    seen, on, user, top, peak,
 ):  # fmt: skip
-    """Return whether no channel can be contended and every task takes time. Fill how long each task takes, and the rate that channels of
-    one's own allow (``limit`` per work and ``c_limit`` per carried task, both infinite at first).
+    """Return REFUSED where a channel may be contended or a task takes no time; else whether ``duration`` was filled BY_WORK or BY_TASK. Fill
+    the rate that channels of one's own allow (``limit`` per work and ``c_limit`` per carried task, both infinite at first).
 
     Tasks of one work take equally long, unless something has slowed each by a factor of its own. ``seen`` and ``on`` (W,) and
     ``user`` (C,) are scratch of -1: a task of each work; its lane, if it flows; the lane of each channel, -2 where there are several.
-    ``each`` and ``top`` (W,) and ``peak`` (lanes, C) are scratch of 0.
+    ``top`` (W,) and ``peak`` (lanes, C) are scratch of 0.
     """
     n_lanes, n_works, n_channels, n_carried = len(lanes), len(shares), len(capacity), len(c_int)
     alike = True
@@ -66,7 +67,7 @@ def durations(
                 if on[w] < 0:
                     on[w] = lane[f]
                 elif on[w] != lane[f]:
-                    return False
+                    return REFUSED
                 top[w] = max(top[w], cap[f])
     for w in range(n_works):
         if on[w] >= 0:
@@ -102,27 +103,25 @@ def durations(
         for q in range(n_lanes):
             total += lanes[q, fs.WIDTH] * peak[q, c]
         if not total < capacity[c] * MARGIN:
-            return False
+            return REFUSED
     if alike:
         for w in range(n_works):
             g = seen[w]
             if g >= 0:
-                each[w] = flow_ps(latency[g], volume[g], cap[g], limit[w])
-                if each[w] < 0:
-                    return False
-        for f in range(len(work)):
-            duration[f] = each[work[f]]
-        return True
+                duration[w] = flow_ps(latency[g], volume[g], cap[g], limit[w])
+                if duration[w] < 0:
+                    return REFUSED
+        return BY_WORK
     for f in range(len(work)):
         duration[f] = flow_ps(latency[f], volume[f], cap[f], limit[work[f]])
         if duration[f] < 0:
-            return False
-    return True
+            return REFUSED
+    return BY_TASK
 
 
 @njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def sweep(
-    stamp, now, first, oldest, lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, c_limit,
+    stamp, now, first, oldest, lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, place, c_limit,
     start, end, server, cause, why, slot_since, slot_rate, slot_volume, slot_end, slot_task,
 ):  # fmt: skip
     """Fill the columns of the window in id order; False where a task is met that the linear pass must not handle.
@@ -182,7 +181,7 @@ def sweep(
                 ended_at, bound, which = e if better else ended_at, task if better else bound, d if better else which
             bound_why = c_int[r, fs.BOUND_WHY] if which < 0 else c_deps[which, 1]
         else:
-            spent, ready = duration[f], now
+            spent, ready = duration[place[f]], now
             for d in range(dep_start[f], dep_start[f + 1]):
                 task = dep_task[d]
                 e = end[fs.row_of(task, first, oldest, rows, c_ids, recent)]
@@ -286,12 +285,17 @@ def run_linear(
     state = c_int, c_float, c_shares, c_deps, recent
     refused = fs.CONTENDED, -1, now, None, state
     n_tasks, n_works, rows = len(lane), len(shares), len(c_int) + len(lane)
-    duration, limit, c_limit = np.empty(n_tasks, np.int64), np.full(n_works, math.inf), np.full(len(c_int), math.inf)
+    duration = np.empty(max(n_tasks, n_works), np.int64)
+    limit, c_limit = np.full(n_works, math.inf), np.full(len(c_int), math.inf)
     scratch = [np.full(n, -1, np.int64) for n in (n_works, n_works, len(capacity))]
-    scratch += np.zeros(n_works, np.int64), np.zeros(n_works), np.zeros((len(lanes), len(capacity)))
+    scratch += np.zeros(n_works), np.zeros((len(lanes), len(capacity)))
     of_work = latency, volume, cap
-    if not durations(fs.STAMP, lanes, c_int, c_float, c_shares, lane, work, *of_work, shares, capacity, duration, limit, c_limit, *scratch):
+    found = durations(
+        fs.STAMP, lanes, c_int, c_float, c_shares, lane, work, *of_work, shares, capacity, duration, limit, c_limit, *scratch
+    )  # fmt: skip
+    if found == REFUSED:
         return refused
+    place = work if found == BY_WORK else np.arange(n_tasks, dtype=np.int32)
     c_ids = np.ascontiguousarray(c_int[:, fs.ID])
     oldest = fs.oldest_of(first, c_ids, recent)
     columns, slots = fs.columns(rows, now, empty=True), fs.slots(lanes)
@@ -301,7 +305,7 @@ def run_linear(
     own_lanes[:, fs.FREED_AT] = now
     ends = np.full(len(slot_since), now - 1, np.int64), np.full(len(slot_since), NO_CAUSE, np.int64)
     if not sweep(
-        fs.STAMP, now, first, oldest, own_lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, c_limit, *columns,
+        fs.STAMP, now, first, oldest, own_lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, place, c_limit, *columns,
         slot_since, slot_rate, slot_volume, *ends,
     ):  # fmt: skip
         return refused

@@ -212,7 +212,7 @@ def load_weights(model: ModelSpec, plan: PrecisionPlan, weights: Weights, seed: 
     embedding = torch.zeros(0)
     for spec in model.all_tensors:
         given = weights.tensor(spec) if spec.part != "routed_experts" else None
-        if given is not None and given.dtype == torch.uint8 and spec.part in ("norms", "embeddings"):  # held in bf16, whatever they are stored in
+        if given is not None and given.dtype == torch.uint8 and spec.part in ("norms", "embeddings"):  # these are held in bf16
             given = view(given, packed_layout(plan.format(spec.part, spec.layer, spec.matrix), spec.rows, spec.cols)).dequantise()
         if spec.part == "norms":
             drawn = torch.zeros(spec.rows, spec.cols) if spec.matrix.endswith("_bias") else torch.ones(spec.rows, spec.cols)

@@ -326,10 +326,11 @@ class CompiledPlanner(Planner):
         if len(rows) < len(merged):  # works of two codes may be equal
             work = np.array(merged, np.int32)[work]
         table = table[: len(steps)]
-        facts = np.array([(step.phase, step.rows.size, step.emits) for step in steps], np.int64)
+        ends = np.empty((len(steps), 6), np.int64)
+        ends[:, :3] = table[:, [pk.INDEX, pk.FIRST_TASK, pk.LAST_TASK]]
+        ends[:, 3:] = [(step.phase, step.rows.size, step.emits) for step in steps]
         memory = self._memory(table, changes, grew, columns[2], int(first))
-        rest = memory, access, np.column_stack([table[:, [pk.INDEX, pk.FIRST_TASK, pk.LAST_TASK]], facts])
-        return Fragment(int(first), *[*columns, work, tuple(rows), *deps, *rest])
+        return Fragment(int(first), *[*columns, work, tuple(rows), *deps, memory, access, ends])
 
     def _memory(
         self, table: Ints, changes: Sequence[tuple[int, int, int, int]], grew: NDArray[np.bool_], layers: NDArray[np.int16], first: int

@@ -196,8 +196,8 @@ def _touch(home, x, e, now):
 
 
 @inner
-def _wave(run, pool, home, set_, at, n, now):
-    """Bring in as many members of the set from place ``at`` on as the pool holds beside what is pinned; return the place after them."""
+def _make_way(run, pool, home, set_, at, n):
+    """Make room for as many members of the set from place ``at`` on as the pool holds beside what is pinned; return the place after them."""
     run[STAMP] += 1
     left = pool[CAPACITY] - pool[PINS]
     missing = 0
@@ -213,22 +213,34 @@ def _wave(run, pool, home, set_, at, n, now):
             missing += 1
         stop += 1
     _make_room(pool, home, set_, run[STAMP], missing)
+    return stop
+
+
+@inner
+def _come(pool, home, member, room, now):
+    """Let a member of the set be in its pool, and the one touched last; where it was absent it takes ``room``, if no other."""
+    e = member[EXPERT]
+    x = home[e]
+    member[TURN] = NOW
+    member[FRESH] = 0
+    if x[SLOT] == ABSENT:
+        member[FRESH] = 1
+        member[GREW], member[WAIT] = _admit(pool, x, room)
+    else:
+        home[x[OLDER], NEWER] = x[NEWER]
+        home[x[NEWER], OLDER] = x[OLDER]
+    _touch(home, x, e, now)
+    x[USES] += 1
+
+
+@inner
+def _wave(run, pool, home, set_, at, n, now):
+    """Bring in as many members of the set from place ``at`` on as the pool holds beside what is pinned; return the place after them."""
+    stop = _make_way(run, pool, home, set_, at, n)
     room = 0
     for m in range(at, stop):
-        member = set_[m]
-        e = member[EXPERT]
-        x = home[e]
-        member[TURN] = NOW
-        member[FRESH] = 0
-        if x[SLOT] == ABSENT:
-            member[FRESH] = 1
-            member[GREW], member[WAIT] = _admit(pool, x, set_[room])
-            room += 1 - member[GREW]
-        else:
-            home[x[OLDER], NEWER] = x[NEWER]
-            home[x[NEWER], OLDER] = x[OLDER]
-        _touch(home, x, e, now)
-        x[USES] += 1
+        _come(pool, home, set_[m], set_[room], now)
+        room += set_[m, FRESH] - set_[m, GREW]
     return stop
 
 
@@ -283,34 +295,34 @@ def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, 
     i = pool[MOE]
     lane = pool[LANE]
     static = pool[POLICY] == STATIC
+    now = index * run[N_MOE] + i
     done = 0
     at = ZERO
     while done < n:
-        if static:  # what is there, and as many strangers as have slots to pass through
-            for m in range(n):
-                member = set_[m]
-                if member[TURN] == WAITING:
-                    member[FRESH] = 1
-                    member[GREW] = 0
-                    if home[member[EXPERT], SLOT] != ABSENT:
-                        member[TURN] = NOW
-                        member[FRESH] = 0
-                    elif rings[pool[RING], FREE] > 0:
-                        member[TURN] = NOW
-                        member[WAIT] = _pass_in(pool, home, rings, member[EXPERT])
-        else:
-            at = _wave(run, pool, home, set_, at, n, index * run[N_MOE] + i)
-        for m in range(n):
+        past = n if static else _make_way(run, pool, home, set_, at, n)
+        room = 0
+        for m in range(at, past):
             member = set_[m]
+            e = member[EXPERT]
+            x = home[e]
+            member[GREW] = 0
+            if not static:
+                _come(pool, home, member, set_[room], now)
+                room += member[FRESH] - member[GREW]
+            elif member[TURN] == WAITING:  # what is there, and as many strangers as have slots to pass through
+                member[FRESH] = x[SLOT] == ABSENT
+                if member[FRESH] == 0:
+                    member[TURN] = NOW
+                elif rings[pool[RING], FREE] > 0:
+                    member[TURN] = NOW
+                    member[WAIT] = _pass_in(pool, home, rings, e)
             if member[TURN] == NOW and member[FRESH] > 0:
-                e = member[EXPERT]
-                x = home[e]
                 fast = i * (home.shape[0] - 1) + e < run[FAST_KEYS]
                 x[LOADED_BY] = _task(
                     run, works, columns, deps, LOAD_TASK, pool[LOAD_LANE], layer, e, index, index, layer, ZERO, member[GREW],
                     x[SLOT], pool[FAST_CODE if fast else LOAD_CODE], router, member[WAIT], SLOT_DEP,
                 )  # fmt: skip
-        for m in range(n):
+        for m in range(at, past):
             member = set_[m]
             if member[TURN] == NOW:
                 e = member[EXPERT]
@@ -338,6 +350,8 @@ def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, 
                 done += 1
         if static:
             _let_go(pool, home, rings, set_, ONE)
+        else:
+            at = past
 
 
 @inner

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from moesim.errors import InputError
 from moesim.precision import PrecisionPlan, plan_from
@@ -22,7 +25,7 @@ from moesim.quality.tune import weights_of
 from moesim.scenario import load_scenario
 from moesim.simulate import make_case, simulate
 
-TOKENS = 8_000  # of choosing text; each unit and level is a pass over it
+TOKENS = 6_000  # of choosing text; each unit and level is a pass over it
 KEPT = ("norms", "router")  # what no unit holds
 
 Unit = tuple[int, str]
@@ -81,23 +84,31 @@ def measure_costs(study: Study) -> Costs:
     spec, levels = study.subject.spec, levels_of(study)
     places = dict.fromkeys((site.layer, site.part) for site in study.subject.sites if site.part not in KEPT)
     text = study.choosing.head(TOKENS)
-    key = study.key("costs", tokens=TOKENS, levels=levels)
-    record = study.results.get(key) or {}
-    if not record:
-        base = study.choosing_loss({}, text).mean_loss
-        total, done = len(places) * (len(levels) - 1), 0
-        for unit in places:
-            sites = tuple(site for site in study.subject.sites if (site.layer, site.part) == unit)
-            for level in levels[1:]:
-                found = quantise(study.subject, plan_from({"default": level, "rounding": "clip"}), study.heard, sites)
-                lost = study.choosing_loss({site.key: found.weight(site) for site in sites}, text).mean_loss
-                record[f"{unit[0]} {unit[1]} {level}"] = lost - base
-                done += 1
-                study.tick("units alone", done, total)
-        study.results.add(key, record)
+    loss: dict[Unit, dict[str, float]] = {}
+    base = _kept(study, "whole", {}, lambda: study.choosing_loss({}, text).mean_loss)
+    for i, unit in enumerate(places):
+        loss[unit] = {levels[0]: 0.0}
+        for level in levels[1:]:
+            facts = {"layer": unit[0], "part": unit[1], "level": level}
+            loss[unit][level] = _kept(study, "unit", facts, partial(_loss_with, study, unit, level, {})) - base
+        study.tick("units alone", i + 1, len(places))
     sizes = {unit: {level: spec.part_bytes(plan_from(level), unit[1], unit[0]) for level in levels} for unit in places}
-    loss = {unit: {levels[0]: 0.0, **{level: record[f"{unit[0]} {unit[1]} {level}"] for level in levels[1:]}} for unit in places}
     return Costs(levels, sizes, loss)
+
+
+def _kept(study: Study, what: str, facts: dict[str, Any], measure: Callable[[], float]) -> float:
+    """Return a number that was measured before, or measure and keep it."""
+    key = study.key(what, tokens=TOKENS, **facts)
+    if study.results.get(key) is None:
+        study.results.add(key, measure())
+    return float(study.results.get(key))
+
+
+def _loss_with(study: Study, unit: Unit, level: str, rest: dict[str, Tensor]) -> float:
+    """Loss on choosing text with one unit at a level, and all else as in ``rest`` or unquantised."""
+    sites = tuple(site for site in study.subject.sites if (site.layer, site.part) == unit)
+    found = quantise(study.subject, plan_from({"default": level, "rounding": "clip"}), study.heard, sites)
+    return study.choosing_loss(rest | {site.key: found.weight(site) for site in sites}, study.choosing.head(TOKENS)).mean_loss
 
 
 def steps_of(costs: Costs, unit: Unit) -> list[Step]:
@@ -225,21 +236,16 @@ def bits_first(study: Study, costs: Costs, budget_bytes: int) -> PrecisionPlan |
     if start is None:
         return None
     low = plan_of(start)
-    key = study.key("restored", low, tokens=TOKENS)
-    record = study.results.get(key) or {}
-    if not record:
-        weights = weights_of(study.subject, quantise(study.subject, low, study.heard))
-        whole = study.choosing_loss(weights, text).mean_loss
-        for i, unit in enumerate(costs.units):
-            sites = tuple(site for site in study.subject.sites if (site.layer, site.part) == unit)
-            found = quantise(study.subject, plan_from({"default": "int8", "rounding": "clip"}), study.heard, sites)
-            loss = study.choosing_loss(weights | {site.key: found.weight(site) for site in sites}, text).mean_loss
-            record[f"{unit[0]} {unit[1]}"] = whole - loss
-            study.tick("units restored", i + 1, len(costs.units))
-        study.results.add(key, record)
+    weights = weights_of(study.subject, quantise(study.subject, low, study.heard))
+    whole = _kept(study, "all low", {"start": low.hash}, lambda: study.choosing_loss(weights, text).mean_loss)
+    gain: dict[Unit, float] = {}
+    for i, unit in enumerate(costs.units):
+        facts = {"start": low.hash, "layer": unit[0], "part": unit[1]}
+        gain[unit] = whole - _kept(study, "restored", facts, partial(_loss_with, study, unit, "int8", weights))
+        study.tick("units restored", i + 1, len(costs.units))
     chosen = dict(start)
     dear = {unit: costs.bytes[unit]["int8"] - costs.bytes[unit][start[unit]] for unit in costs.units}
-    for unit in sorted(costs.units, key=lambda u: -record[f"{u[0]} {u[1]}"] / max(dear[u], 1)):
+    for unit in sorted(costs.units, key=lambda u: -gain[u] / max(dear[u], 1)):
         with_it = chosen | {unit: "int8"}
         if dear[unit] > 0 and stated_bytes(spec, plan_of(with_it)) <= budget_bytes:
             chosen = with_it

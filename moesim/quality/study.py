@@ -77,11 +77,7 @@ class Study:
         self.calibration, self.choosing = calibration.split()
         self.tick: Tick = tick or (lambda _what, _done, _total: None)
         self.bootstrap = Bootstrap(held_out, seed)
-
-    @cached_property
-    def own(self) -> dict[str, Tensor]:
-        """The model's own weights."""
-        return originals(self.subject)
+        self.own = originals(subject)  # before anything can be put into the model
 
     @cached_property
     def identity(self) -> str:

@@ -36,7 +36,7 @@ class Budget:
             "precision": self.name,
             "tiers": self.ledger.tiers(),
             "fits": self.ledger.fits,
-            "quality": quality_of(self.case),
+            "quality": quality_of(self.case.model, self.case.plan),
             "context_tokens": layout.context_tokens,
             "max_context_tokens": layout.max_context_tokens,
             "kv_allowance_tokens": layout.kv_allowance_tokens,
@@ -81,7 +81,7 @@ def text(plans: Sequence[Budget]) -> str:
         lines += ["", *_tier_lines(plans, tier)]
     lines.append("")
     for i, plan in enumerate(plans, start=1):
-        lines += wrap(f"{verdict(plan)}; {_context(plan)}; quality: {loss_of_quality(quality_of(plan.case))}", f"plan {i}: " if len(plans) > 1 else "")
+        lines += wrap(_summary(plan), f"plan {i}: " if len(plans) > 1 else "")
     return "\n".join(lines) + "\n"
 
 
@@ -93,8 +93,12 @@ def markdown(plans: Sequence[Budget]) -> str:
         rows = [[row[0].strip(), *row[1:]] for row in _rows(plans, tier)]
         head = [tier, *(plan.name for plan in plans), *(["note"] if len(plans) == 1 else [])]
         lines += ["", *markdown_table(head, rows)]
-    lines += ["", *(f"- {plan.name}: {verdict(plan)}; {_context(plan)}; quality: {loss_of_quality(quality_of(plan.case))}" for plan in plans)]
+    lines += ["", *(f"- {plan.name}: {_summary(plan)}" for plan in plans)]
     return "\n".join(lines) + "\n"
+
+
+def _summary(plan: Budget) -> str:
+    return f"{verdict(plan)}; {_context(plan)}; quality: {loss_of_quality(quality_of(plan.case.model, plan.case.plan))}"
 
 
 def verdict(plan: Budget) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moesim import bottleneck, plots
+from moesim.config import command
 from moesim.errors import InputError
 from moesim.report import context, facts, headline, lanes_svg, moved_rows, path_rows
 from moesim.report.page_blocks import Block, write_html, write_markdown
-from moesim.report.whatif import size
+from moesim.report.whatif import ceiling_text, size
 from moesim.simulate import Result
 from moesim.text_table import number, percent
 from moesim.units import show
@@ -285,7 +286,7 @@ def whatif_blocks(answer: WhatIf) -> Iterator[Block]:
             "from what the figures leave open.",
         )
     if answer.ceilings:
-        rows = [[f"{c.lane} infinitely fast", number(c.speed, "tok/s")] for c in answer.ceilings]
+        rows = [[f"{c.lane} infinitely fast", ceiling_text(c)] for c in answer.ceilings]
         yield Block("table", head=("one lane without limit", "ceiling"), rows=rows)
     moving = [e for e in answer.effects if e.swing > 0][:TOP_FIGURES]
     if moving:
@@ -331,8 +332,9 @@ def _provenance(entry: Entry) -> Iterator[Block]:
         yield Block("code", entry.command)
     else:
         yield Block(
-            "text", f"Read from {entry.name}, which does not say what was set; the scenario's hash tells whether a run is the same."
+            "text", f"Read from {entry.name}. This gives the result again, where the scenario of that name is a bundled one or its file:"
         )
+        yield Block("code", command(made["scenario"], made["set"]) + " -o json")
 
 
 def page_markdown(entries: Sequence[Entry]) -> str:

@@ -91,6 +91,7 @@ class _Share(_Part):
 class _Provenance(_Part):
     version: str
     scenario: str
+    set: list[str] = []
     scenario_hash: str
     model: str
     hardware: str

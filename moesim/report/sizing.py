@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from moesim.prices import OLD_DAYS, PriceLine
+from moesim.report import loss_of_quality
 from moesim.sizing import GROWTH, Fix, Growth, Option, Sizing
 from moesim.sizing.run import CHUNK, Verdict
 from moesim.text_table import columns, markdown_table, percent, to_csv, to_json, wrap
@@ -14,8 +15,8 @@ from moesim.whatif.uncertainty import INTERVAL
 
 Table = tuple[str, list[str], list[list[str]]]
 LIMITS = (
-    "Users decode in lockstep and a prompt's first token is that of a prompt alone: arrivals and queues are not modelled yet. Quality is a floor on "
-    "the format of the experts, not a measurement. An interval holds what the machine's figures leave open, not what the model of it leaves out."
+    "Users decode in lockstep and a prompt's first token is that of a prompt alone: arrivals and queues are left to moesim serve-sim. An interval holds "
+    "what the machine's figures leave open, not what the model of it leaves out."
 )
 
 
@@ -74,7 +75,9 @@ def needs_text(sizing: Sizing) -> str:
         ask = f"{n.users} user{'s' if n.users > 1 else ''} at {n.level.decode_tok_s:g} tok/s each with {n.context_tokens:,} tokens of context{first}"
     money = f"; at most {n.budget.amount:,.0f} {n.budget.currency}" if n.budget else ""
     own = f"; owned: {n.owned}" if n.owned else ""
-    return f"Needs: {', '.join(n.models)}; {ask}; experts in {', '.join(sizing.formats)}{money}{own}."
+    most = n.quality.max_loss_percent
+    loss = "" if most is None else f", all that is known to lose at most {most:g} % of quality"
+    return f"Needs: {', '.join(n.models)}; {ask}; experts in {', '.join(sizing.formats)}{loss}{money}{own}."
 
 
 def words(sizing: Sizing) -> list[str]:
@@ -87,6 +90,7 @@ def words(sizing: Sizing) -> list[str]:
             f"With {v.experts} experts and {v.switches} it decodes {v.speed:.3g} tok/s a user ({percent(INTERVAL, 0)} interval {low:.3g} to {high:.3g}), "
             f"limited by the {v.lane}."
         )
+        out.append(f"Quality of {v.model} in {v.experts}: {loss_of_quality(v.quality)}.")
         if sizing.needs.batch is not None:
             out.append(
                 f"In the time it could do {v.reached:.3g} times as many requests; more than that, or longer documents, and it fails on speed."
@@ -209,7 +213,8 @@ def _details(sizing: Sizing, option: Option) -> list[str]:
         lines.append(f"- as load grows: {growth_text(option.growth)}")
     for v in option.verdicts:
         if v.settings:
-            lines += ["", f"{v.model}: {_got(v)}, largest context that fits {v.most_context:,} tokens. {_traced(sizing, v)}", ""]
+            quality = f" Quality: {loss_of_quality(v.quality)}." if v.quality else ""
+            lines += ["", f"{v.model}: {_got(v)}, largest context that fits {v.most_context:,} tokens.{quality} {_traced(sizing, v)}", ""]
             lines += ["```bash", v.command(), v.command("ttft"), v.command("interval"), "```"]
     return lines
 
@@ -220,7 +225,7 @@ def _traced(sizing: Sizing, v: Verdict) -> str:
     batch = sizing.needs.batch
     per_h = f"; requests/h are 3600 / (TTFT + {batch.output_tokens} / ({v.users} x tok/s))" if batch else ""
     return (
-        "The first command gives tok/s, what is left, and how busy lanes are (watts are base and idle power plus the busy share of the rest); the second the TTFT "
+        "The first command gives tok/s, what is left, and watts (under energy); the second the TTFT "
         f"of one chunk, times {chunks:.4g} for the whole prompt; the third the interval{per_h}."
     )
 
@@ -264,7 +269,7 @@ def _option(sizing: Sizing, o: Option) -> dict[str, Any]:
         ],
         "verdicts": [
             {"model": v.model, "experts": v.experts, "switches": v.switches, "batch": v.users, "decode_tok_s": v.speed, "ttft_s": v.ttft_s,
-             "requests_per_h": v.requests_per_h, "reached": v.reached, "left_bytes": v.left_bytes, "max_context_tokens": v.most_context, "watts": v.watts,
+             "requests_per_h": v.requests_per_h, "reached": v.reached, "left_bytes": v.left_bytes, "max_context_tokens": v.most_context, "watts": v.watts, "quality": v.quality or None,
              "lane": v.lane, "lanes": v.lanes, "problem": v.problem, "interval_tok_s": list(o.intervals[i]) if o.intervals else None,
              "command": v.command() if v.settings else None, "ttft_command": v.command("ttft") if v.settings else None,
              "interval_command": v.command("interval") if v.settings else None}

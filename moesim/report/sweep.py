@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from collections import Counter
-from decimal import Decimal
 from typing import Any
 
-from moesim.config import parse_yaml
-from moesim.errors import InputError
 from moesim.sweep import Sweep
-from moesim.sweep.paths import SCALE
 from moesim.sweep.record import NAMES, value
 from moesim.sweep.spec import label
 from moesim.text_table import columns, markdown_table, number, percent, to_json, unit_of, wrap
@@ -62,39 +55,6 @@ def figure(key: str, size: float | None) -> str:
 def name_of(key: str) -> str:
     """Return the short name of a key, where it has one."""
     return _SHORT.get(key, key)
-
-
-def command(sweep: Sweep, i: int) -> str:
-    """Return the command that runs one point alone, or "" where a scaled channel took part, which no scenario states."""
-    point, settings = sweep.points[i], sweep.plan.spec.settings
-    chosen = {**settings, **{path: v for path, v, _ in sweep.plan.space.settings(point)}}
-    if any(path.startswith(f"{SCALE}.") for path in chosen):
-        return ""
-    return " \\\n  ".join(
-        [f"moesim run {sweep.plan.spec.base}", *(f"--set {shlex.quote(f'{path}={_yaml(v)}')}" for path, v in chosen.items())]
-    )
-
-
-def _yaml(data: Any) -> str:
-    """Write a value such that ``--set`` reads it as it was."""
-    if isinstance(data, dict):
-        return "{" + ", ".join(f"{_yaml(str(k))}: {_yaml(v)}" for k, v in data.items()) + "}"
-    if isinstance(data, list):
-        return "[" + ", ".join(map(_yaml, data)) + "]"
-    if isinstance(data, float):
-        digits = format(Decimal(repr(data)), "f")
-        return digits if "." in digits else f"{digits}.0"
-    return data if isinstance(data, str) and _reads_back(data) else json.dumps(data)
-
-
-def _reads_back(text: str) -> bool:
-    """Whether YAML reads a bare text as that text."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _./%+-]*", text):
-        return False
-    try:
-        return bool(parse_yaml(text, "text").data == text)
-    except InputError:
-        return False
 
 
 def _headline(sweep: Sweep) -> str:
@@ -156,8 +116,11 @@ def _notes(sweep: Sweep) -> list[str]:
     out = []
     if sweep.best is None:
         out.append("no point meets the constraints: relax them, or name other values")
-    elif line := command(sweep, sweep.best):
+    else:
+        line = sweep.command(sweep.best).replace(" --set ", " \\\n  --set ")
         out.append(f"look closer:\n{line}")
+    for key, n in sweep.unknown.items():
+        out.append(f"{name_of(key)} is not known for {n:,} points: what is not known meets no limit and stands on no front")
     reasons = Counter(row.error for row in sweep.rows if row.status == "failed")
     for error, count in reasons.most_common(REASONS):
         out.append(f"failed ({count}): {error}")

@@ -14,7 +14,6 @@ from moesim.whatif.upgrades import Outcome
 
 TOP = 10
 UNIT = "tok/s"
-UNLIMITED = 1e3  # times the speed now, beyond which a ceiling only says that nothing else was on the path
 _GROUPS = {"buy": "to buy", "switch": "to switch", "bound": "out of reach, shows what is left"}
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -65,7 +64,11 @@ def _words(answer: WhatIf) -> list[str]:
     out = [f"{answer.found.finding} {answer.found.advice}"]
     first = next((c for c in answer.ceilings if c.lane == answer.found.lane), None)
     if first is not None:
-        out.append(f"With the {first.lane} infinitely fast, and all else as it is, the run would reach {_ceiling(answer, first)}.")
+        out.append(
+            f"With the {first.lane} infinitely fast, and all else as it is, the run would reach {ceiling_text(first)}."
+            if math.isfinite(first.speed)
+            else f"The {first.lane} alone limits the run: nothing else that is modelled would, were it infinitely fast."
+        )
     if answer.interval and answer.interval.shares:
         name, share = max(answer.interval.shares.items(), key=lambda item: item[1])
         knob = next(e.knob for e in answer.effects if e.knob.name == name)
@@ -74,9 +77,9 @@ def _words(answer: WhatIf) -> list[str]:
     return out
 
 
-def _ceiling(answer: WhatIf, ceiling: Ceiling) -> str:
-    """The ceiling in words: where no other lane is on the path there is none worth a number."""
-    return "no other limit" if ceiling.speed > UNLIMITED * answer.speed else number(ceiling.speed, UNIT)
+def ceiling_text(ceiling: Ceiling) -> str:
+    """Return a ceiling in words."""
+    return number(ceiling.speed, UNIT) if math.isfinite(ceiling.speed) else "beyond what else is modelled"
 
 
 def _tables(answer: WhatIf, most: int) -> list[Table]:
@@ -97,7 +100,7 @@ def _tables(answer: WhatIf, most: int) -> list[Table]:
         title = f"what the speed depends on: {len(moving)} of {len(answer.effects)} figures move it"
         out.append((title, ["figure", "elasticity", f"{UNIT} over its range", "variance", "value, basis, range"], rows))
     if answer.ceilings:
-        rows = [[c.lane, percent(c.share), _ceiling(answer, c)] for c in answer.ceilings]
+        rows = [[c.lane, percent(c.share), ceiling_text(c)] for c in answer.ceilings]
         out.append(("if one lane were infinitely fast", ["lane", "of the critical path", "ceiling"], rows))
     for group, title in _GROUPS.items():
         mine = [o for o in answer.outcomes if o.change.group == group]

@@ -35,15 +35,18 @@ class Batch(Spec):
 
 
 class Quality(Spec):
-    """The least precise format of the experts that is acceptable: by bits per weight, scales included, or by name."""
+    """What precision of the experts is acceptable: at least so many bits per weight, scales included; by name; or a loss that is measured or published."""
 
     floor_bits: Annotated[float, Field(gt=0, le=32)] | None = None
     formats: list[str] = []
+    max_loss_percent: Annotated[float, Field(ge=0, le=100)] | None = (
+        None  # of all large matrices in one format; what is unknown does not count
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Quality:
-        if (self.floor_bits is None) == (not self.formats):
-            raise problem("one of floor_bits or formats", "both or none", "state the floor once")
+        if (self.floor_bits is not None) + bool(self.formats) + (self.max_loss_percent is not None) != 1:
+            raise problem("one of floor_bits, formats or max_loss_percent", "several or none", "state the floor once")
         for name in self.formats:
             if name not in FORMATS:
                 raise problem("known formats", f'"{name}"', "see moesim.precision.FORMATS")

@@ -8,13 +8,14 @@ batches. The closed-form bound: no token is faster than reading its weights once
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moesim import config, resources
-from moesim.config import Document
+from moesim.config import assignment, command
 from moesim.errors import InputError
 from moesim.generate.bundled import find_like
 from moesim.hardware import HardwareProfile, kind
@@ -24,13 +25,12 @@ from moesim.model import ModelSpec
 from moesim.model_files import load_model
 from moesim.precision import FORMATS, PrecisionPlan, plan_from
 from moesim.scenario import Scenario
-from moesim.simulate import Case, Result, Routing, simulate
+from moesim.simulate import Case, Result, Routing, quality_of, simulate
 from moesim.sizing.needs import Needs
-from moesim.sweep.paths import put
+from moesim.sweep.space import lay
 from moesim.whatif import DRAWS
 from moesim.whatif.replay import Replay, speed_of
 from moesim.whatif.uncertainty import effects, interval
-from moesim.whatif.upgrades import command, yaml_of
 
 SCENARIO = "sizing"
 FEW_USERS, OUTPUT, OUTPUT_OF_MANY = 8, 12, 4  # tokens decoded per run, and from so many users on: each layer so many times
@@ -64,6 +64,7 @@ class Verdict:
     left_bytes: dict[str, int] = field(default_factory=dict)
     most_context: int = 0
     watts: float | None = None
+    quality: dict[str, Any] = field(default_factory=dict)
     lane: str = ""
     lanes: dict[str, float] = field(default_factory=dict)
     problem: str = ""
@@ -71,7 +72,7 @@ class Verdict:
     def command(self, what: str = "decode") -> str:
         """Return the command behind the speed, the first token (``ttft``) or the interval (``interval``)."""
         settings = self.settings if what != "ttft" else prefill_settings(self.settings, self.prompt)
-        texts = [f"{path}={yaml_of(value)}" for path, value in settings.items()]
+        texts = [assignment(path, value) for path, value in settings.items()]
         return command(SCENARIO, texts, "whatif --quick" if what == "interval" else "run")
 
 
@@ -102,21 +103,34 @@ class Judge:
         quality = self.needs.quality
         if quality.formats:
             return sorted(quality.formats, key=lambda name: -FORMATS[name].bits_per_weight)
+        if quality.max_loss_percent is not None:
+            return [name for name in PLANS if (loss := self.known_loss(name)) is not None and loss <= quality.max_loss_percent]
         out = [name for name in PLANS if FORMATS[name].bits_per_weight >= (quality.floor_bits or 0.0)]
         if not out:
             most = max(FORMATS[name].bits_per_weight for name in PLANS)
             raise InputError("quality.floor_bits", expected=f"at most {most:g}", got=f"{quality.floor_bits:g}")
         return out
 
+    def known_loss(self, experts: str) -> float | None:
+        """Return the largest loss over models, in percent, that is measured or published of a format; None where one is unknown."""
+        plan = plan_from(self.precision(experts))
+        losses = [quality_of(model, plan)["loss_percent"] for model in self._models.values()]
+        return None if None in losses else max(losses)
+
+    def precision(self, experts: str) -> dict[str, str]:
+        """Return the precision plan of a format of the experts; a loss is known only of plans that have one format throughout."""
+        others = OTHERS.get(experts, "Q8_0") if self.needs.quality.max_loss_percent is None else experts
+        return {"default": others, "routed_experts": experts, "kv": "fp16"}
+
     def weight_bytes(self, experts: str) -> int:
         """Return the bytes of the largest model under a format of the experts."""
-        return max(model.weight_bytes(plan_of(experts)) for model in self._models.values())
+        return max(model.weight_bytes(plan_from(self.precision(experts))) for model in self._models.values())
 
     # ---- bounds
 
     def bound(self, machine: str, model: str, experts: str) -> float:
         """Return tokens/s of one user that no arrangement can pass on this machine; 0 where the weights have no place at all."""
-        hw, spec, plan = self.machine(machine), self.model(model), plan_of(experts)
+        hw, spec, plan = self.machine(machine), self.model(model), plan_from(self.precision(experts))
         room = sum(tier.usable_bytes for name, tier in hw.tiers.items() if kind(name) != "ssd")
         drive = sum(tier.usable_bytes for name, tier in hw.tiers.items() if kind(name) == "ssd")
         weights = spec.weight_bytes(plan)
@@ -134,7 +148,7 @@ class Judge:
         out: Settings = {
             "model": model,
             "hardware": machine,
-            "precision": {"default": OTHERS.get(experts, "Q8_0"), "routed_experts": experts, "kv": "fp16"},
+            "precision": self.precision(experts),
             "workload": {"prompt_tokens": 0, "output_tokens": tokens, "batch": users, "cached_tokens": max(context - tokens, 0)},
             "memory": {"runtime": "0.8 GB", "context_tokens": context, "workspace": f"{workspace} B"},
         }
@@ -170,7 +184,8 @@ class Judge:
             return [("all in VRAM" if len(cards) == 1 else f"all in VRAM, layers over {len(cards)} cards", static)]
         below: Settings = {"placement.pools.ram": {"hold": "fit", "policy": "static"}}
         out: list[tuple[str, Settings]] = [
-            ("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"})
+            ("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"}),
+            ("hottest experts in VRAM, others computed by the CPU or fetched", static | below | {"placement.site": "hybrid"}),
         ]
         if len(cards) == 1:
             lru = {
@@ -192,28 +207,23 @@ class Judge:
 
     def case(self, settings: Settings) -> Case:
         """Return the case that ``moesim run sizing --set ...`` loads, without loading anything twice."""
-        data = self._document.data
-        for path, value in settings.items():
-            data = put(data, path, value)
-        document = Document(data, self._document.source, self._document.lines)
+        document = lay(self._document, [(path, value, SCENARIO) for path, value in settings.items()])
         scenario = config.build(Scenario, document)
-        spec, plan, hw = self.model(scenario.model), plan_of(scenario.precision), self.machine(scenario.hardware)
+        spec, plan, hw = self.model(scenario.model), plan_from(scenario.precision), self.machine(scenario.hardware)
         out = Case(scenario, spec, plan, hw, Layout(scenario, spec, plan, hw), document, self._base)
-        key = yaml_of([scenario.model, scenario.trace.model_dump(), scenario.workload.batch, scenario.workload.prompt_tokens])
+        key = _routed_alike(scenario)
         if key in self._routings:
             out.__dict__["routing"] = self._routings[key]
         return out
 
     def run(self, settings: Settings) -> tuple[Case, Result]:
         """Simulate settings, once."""
-        key = yaml_of(settings)
+        key = json.dumps(settings, sort_keys=True)
         if key not in self._done:
             case = self.case(settings)
             result = simulate(case, keep=False)
             self.n_runs += 1
-            scenario = case.scenario
-            about = [scenario.model, scenario.trace.model_dump(), scenario.workload.batch, scenario.workload.prompt_tokens]
-            self._routings[yaml_of(about)] = case.routing
+            self._routings[_routed_alike(case.scenario)] = case.routing
             self._done[key] = case, result
         return self._done[key]
 
@@ -271,7 +281,7 @@ class Judge:
         left = {tier: layout.ledger.left_bytes(tier) for tier in layout.capacities}
         return replace(
             plain, speed=speed, ttft_s=ttft, requests_per_h=per_h, reached=reached, left_bytes=left, most_context=layout.max_context_tokens,
-            watts=watts(case.hardware, lanes), lane=data["critical_path"][0]["lane"], lanes=lanes,
+            watts=None if data["energy"]["devices_only"] else data["energy"]["average_w"], quality=data["quality"], lane=data["critical_path"][0]["lane"], lanes=lanes,
         )  # fmt: skip
 
     def completed(self, verdict: Verdict) -> Verdict:
@@ -284,6 +294,11 @@ class Judge:
         replay = Replay(self.case(verdict.settings))
         found = interval(replay, effects(replay, sizes=False), DRAWS, replay.case.scenario.seed)
         return found.low, found.high
+
+
+def _routed_alike(scenario: Scenario) -> str:
+    """What runs of a sizing have in common that use the same routing."""
+    return json.dumps([scenario.model, scenario.trace.model_dump(), scenario.workload.batch, scenario.workload.prompt_tokens])
 
 
 def _no_room(verdict: Verdict, result: Result) -> Verdict:
@@ -299,13 +314,6 @@ def output_tokens(users: int) -> int:
     return OUTPUT if users < FEW_USERS else OUTPUT_OF_MANY
 
 
-def plan_of(experts: str | dict[str, Any]) -> PrecisionPlan:
-    """Return the precision plan of a format of the experts, or of a stated precision."""
-    if isinstance(experts, str):
-        experts = {"default": OTHERS.get(experts, "Q8_0"), "routed_experts": experts, "kv": "fp16"}
-    return plan_from(experts)
-
-
 def prefill_settings(settings: Settings, prompt: int) -> Settings:
     """Return the settings of the run that gives the first token: one chunk in the middle of the prompt, of one user."""
     chunk = min(CHUNK, prompt)
@@ -319,21 +327,6 @@ def active_bytes(spec: ModelSpec, plan: PrecisionPlan) -> float:
     routed = spec.part_bytes(plan, "routed_experts")
     always = sum(spec.part_bytes(plan, part) for part in ("attention", "router", "norms", "dense_ffn", "shared_expert"))
     return always + spec.head_bytes(plan) + routed * spec.top_k / max(spec.n_experts, 1)
-
-
-def watts(hardware: HardwareProfile, lanes: dict[str, float]) -> float | None:
-    """Return the machine's draw: base, and of each device its idle draw plus its busy share of the rest; None where one is not stated."""
-    if hardware.base_power is None:
-        return None
-    total = hardware.base_power.value
-    for name, device in hardware.devices.items():
-        if device.idle_power is None or device.active_power is None:
-            if lanes.get(name, 0.0) > 0:
-                return None
-            continue
-        idle = device.idle_power.value
-        total += idle + lanes.get(name, 0.0) * (device.active_power.value - idle)
-    return float(total)
 
 
 def like_name(spec: ModelSpec, name: str) -> str:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesim import __version__
+from moesim.config import command
+from moesim.errors import InputError
 from moesim.html_table import html_table
 from moesim.sweep.pareto import front
 from moesim.sweep.record import NAMES, Bound, limits_of, objectives_of, value, violation
@@ -70,6 +72,14 @@ class Sweep:
     @property
     def n_failed(self) -> int:
         return sum(row.status == "failed" for row in self.rows)
+
+    @cached_property
+    def unknown(self) -> dict[str, int]:
+        """How many rows that ran have no figure, by each key that is limited or an objective; where it is limited they do not meet it."""
+        keys = [key for key, _ in (*self.plan.lower, *self.plan.upper, *self.plan.objectives)]
+        ran = [row.record for row in self.rows if row.status == "fine"]
+        counts = {key: sum(value(record, key) is None for record in ran) for key in dict.fromkeys(keys)}
+        return {key: n for key, n in counts.items() if n}
 
     @cached_property
     def feasible(self) -> tuple[int, ...]:
@@ -132,8 +142,12 @@ class Sweep:
             out.append(row)
         return sorted(out, key=lambda row: -row["range"])
 
+    def command(self, i: int) -> str:
+        """Return the command that runs one point alone."""
+        return command(self.plan.spec.base, self.plan.space.assignments(self.points[i]))
+
     def point(self, i: int) -> dict[str, Any]:
-        """Return one point as plain data: its number, the value of every axis, its status and what the front is over."""
+        """Return one point as plain data: its number, the value of every axis, its status, what the front is over, and what runs it alone."""
         row = self.rows[i]
         return {
             "point": self.points[i].index,
@@ -142,6 +156,7 @@ class Sweep:
             "key": row.key,
             **({"error": row.error} if row.error else {}),
             "goals": {key: value(row.record, key) for key, _ in self.goals},
+            "command": self.command(i),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,6 +167,7 @@ class Sweep:
             "n_failed": self.n_failed,
             "n_out_of_memory": sum(row.status == "oom" for row in self.rows),
             "n_feasible": len(self.feasible),
+            "n_unknown": self.unknown,
             "best": None if self.best is None else self.point(self.best),
             "pareto": [self.point(i) for i in self.pareto],
             "pareto_over": [{"key": key, "sense": "maximise" if sign > 0 else "minimise"} for key, sign in self.goals],
@@ -219,6 +235,12 @@ def plan_sweep(name: str | Path, limit: int | None = MOST_POINTS) -> Plan:
         for _ in space.points(limit):
             pass
     space.check()
+    for part, keys in (("constraints", (*lower, *upper)), ("objectives", objectives)):
+        if any(key.startswith("quality.") for key, _ in keys) and not space.quality_known():
+            raise InputError(
+                f"{part}: quality", expected="a precision whose quality is measured or published in some point", got="none",
+                fix="measure one with moesim quality and state its plan, or drop quality here", where=document.where((part,)),
+            )  # fmt: skip
     return Plan(spec, space, objectives, lower, upper)
 
 

@@ -1,4 +1,4 @@
-"""Owns which dotted paths a sweep may set: those of a scenario, of the machine under ``hardware_set``, and ``hardware_scale``.
+"""Owns which dotted paths a sweep may set: those of a scenario, and of the machine under ``hardware_set``.
 
 It looks at the shape of the specs alone; whether a value is right is found out by building the scenario.
 """
@@ -17,7 +17,6 @@ from moesim.hardware import HardwareProfile
 from moesim.hardware.parts import Figure
 from moesim.scenario import TIER_NAMES, Scenario, TierName
 
-SCALE = "hardware_scale"  # hardware_scale.CHANNEL: what was measured through a channel times a factor (HardwareProfile.scaled)
 Setting = tuple[str, Any]  # a dotted path and its value
 
 
@@ -30,23 +29,17 @@ def check_path(path: str, where: str = "") -> None:
         With the nearest name that exists.
     """
     parts = path.split(".")
-    if parts[0] == SCALE:
-        if len(parts) != 2 or not parts[1]:
-            raise InputError(path, expected=f"{SCALE}.CHANNEL", got=f'"{path}"', fix="name a channel of the machine", where=where)
-        return
     if parts[0] == "hardware_set" and len(parts) > 1:
         _walk(HardwareProfile, parts, 1, where)
         return
-    known = [*Scenario.model_fields, SCALE]
-    if parts[0] not in known:
-        raise InputError(path, expected="a path of a scenario", got=f'"{parts[0]}"', fix=did_you_mean(parts[0], known), where=where)
+    if parts[0] not in Scenario.model_fields:
+        fix = did_you_mean(parts[0], Scenario.model_fields)
+        raise InputError(path, expected="a path of a scenario", got=f'"{parts[0]}"', fix=fix, where=where)
     _walk(Scenario, parts, 0, where)
 
 
 def overlaps(a: str, b: str) -> bool:
     """Whether one of two paths lies in the other, or sets what the other sets."""
-    if SCALE in (a.partition(".")[0], b.partition(".")[0]):
-        return a == b
     return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 

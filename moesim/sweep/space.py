@@ -10,20 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from moesim import config, resources
-from moesim.config import Document
+from moesim.config import Document, assignment
 from moesim.errors import InputError, did_you_mean
 from moesim.hardware import HardwareProfile
+from moesim.model_files import load_model_with_plan
 from moesim.precision import plan_from
 from moesim.scenario import Scenario
-from moesim.simulate import machine_of
-from moesim.sweep.paths import SCALE, put
+from moesim.simulate import machine_of, quality_of, stated_plan
+from moesim.sweep.paths import put
 from moesim.sweep.spec import Axis, Option, SweepSpec, axes_of
 
 MOST_REMEMBERED = 4096  # machines, and what was made of them
@@ -44,7 +46,15 @@ _PRICES: dict[str, frozenset[str]] = {
     "storage": frozenset({"latency", "task_overhead", "curve", "engines"}),
 }  # fmt: skip
 _NOT_PLANNED = frozenset({"name", "description", "price", "battery", "base_power", "derate", "interference"})
-_ABOUT_THE_MACHINE = {"name", "description", "hardware", "hardware_set", "derate", "timing"}  # of a scenario, beside the profile itself
+_ABOUT_THE_MACHINE = {
+    "name",
+    "description",
+    "hardware",
+    "hardware_set",
+    "hardware_scale",
+    "derate",
+    "timing",
+}  # of a scenario, beside the profile itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +143,31 @@ class Space:
         options: list[Option] = [axis.options[i] for axis, i in zip(self.axes, point.choice, strict=True) if i >= 0]
         return tuple((path, value, option.where) for option in options for path, value in option.settings)
 
+    def assignments(self, point: Point) -> tuple[str, ...]:
+        """Return what ``moesim run BASE --set`` must set to run a point."""
+        return (*self.base.assignments, *(assignment(path, value) for path, value, _ in self.settings(point)))
+
     def resolve(self, point: Point) -> Resolved:
         """Return the keys of a point."""
         return resolve(self.base, self.settings(point), self.folder)
+
+    def quality_known(self) -> bool:
+        """Whether for some point it is known what its precision costs in quality."""
+        seen = set()
+        for point in islice(self.points(), MOST_POINTS):
+            document = lay(self.base, self.settings(point))
+            key = json.dumps([document.data.get(field) for field in ("model", "precision")], sort_keys=True, default=str)
+            if key in seen:
+                continue
+            seen.add(key)
+            try:
+                scenario = config.build(Scenario, document)
+                model, own = load_model_with_plan(scenario.model, self.folder)
+                if quality_of(model, stated_plan(scenario.precision, own, "", self.folder))["basis"] != "unknown":
+                    return True
+            except InputError:  # the point's own failure
+                continue
+        return False
 
     def check(self, limit: int | None = None) -> None:
         """Refuse what can be known to be wrong before anything runs: every option is tried once, with the first point that has it.
@@ -194,33 +226,41 @@ def _concerns(error: InputError, path: str, where: str) -> bool:
 
 
 def assemble(base: Document, settings: tuple[Placed, ...], folder: Path) -> Document:
-    """Return a scenario's document with settings laid over it, in order; scales are written out as the figures they give.
+    """Return a scenario's document with settings laid over it, in order, and noted among its assignments.
 
     Raises
     ------
     InputError
-        If a setting leads nowhere.
+        If a setting leads nowhere, or to a part that the machine does not have.
     """
-    data, lines = base.data, dict(base.lines)
-    scales = [(path, value, where) for path, value, where in settings if path.startswith(f"{SCALE}.")]
-    for path, value, where in settings:
-        if not path.startswith(f"{SCALE}."):
-            data = put(data, path, value, where)
-            parts: tuple[str | int, ...] = tuple(int(p) if p.isdecimal() else p for p in path.split("."))
-            lines = {at: line for at, line in lines.items() if at[: len(parts)] != parts} | {parts: where}
-    out = Document(data, base.source, lines)
+    out = lay(base, settings)
     for path, _, where in settings:
         if path.startswith("hardware_set."):
             _check_part(out, path, where, folder)
-    for path, value, where in scales:
-        out = _scaled(out, path, value, where, folder)
     return out
+
+
+def lay(base: Document, settings: Iterable[Placed]) -> Document:
+    """Return a document with settings laid over it; what they lead to may be new.
+
+    Raises
+    ------
+    InputError
+        If a setting leads into a list beyond its end.
+    """
+    data, lines, texts = base.data, dict(base.lines), list(base.assignments)
+    for path, value, where in settings:
+        data = put(data, path, value, where)
+        parts: tuple[str | int, ...] = tuple(int(p) if p.isdecimal() else p for p in path.split("."))
+        lines = {at: line for at, line in lines.items() if at[: len(parts)] != parts} | {parts: where}
+        texts.append(assignment(path, value))
+    return Document(data, base.source, lines, tuple(texts))
 
 
 def _named(document: Document, path: Path) -> Document:
     """The document of a scenario with its name stated, as ``load_scenario`` gives it."""
     if isinstance(document.data, dict) and not document.data.get("name"):
-        return Document(document.data | {"name": path.stem}, document.source, document.lines)
+        return replace(document, data=document.data | {"name": path.stem})
     return document
 
 
@@ -229,38 +269,11 @@ def _check_part(document: Document, path: str, where: str, folder: Path) -> None
     parts = path.split(".")
     if len(parts) < 3 or not isinstance(document.data, dict):
         return
-    plain = Document(document.data | {"hardware_set": {}, "derate": 1.0}, document.source, document.lines)
+    plain = replace(document, data=document.data | {"hardware_set": {}, "hardware_scale": {}, "derate": 1.0})
     known = getattr(machine(plain, folder), parts[1], None)
     if isinstance(known, dict) and parts[2] not in known:
         got = f'"{parts[2]}"'
         raise InputError(path, expected=f"one of the machine's {parts[1]}", got=got, fix=did_you_mean(parts[2], known), where=where)
-
-
-def _scaled(document: Document, path: str, factor: Any, where: str, folder: Path) -> Document:
-    """Write the figures of a scaled channel into ``hardware_set``."""
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise InputError(path, expected="a factor above 0", got=json.dumps(factor), where=where)
-    data = document.data
-    unchanged = Document(data | {"derate": 1.0}, document.source, document.lines)
-    try:
-        changed = _figures_scaled(unchanged, folder, path.partition(".")[2], float(factor))
-    except InputError as error:
-        raise InputError(path, expected=error.expected, got=error.got, fix=error.fix, where=where) from None
-    for part, name, figures in changed:
-        data = put(data, f"hardware_set.{part}.{name}", figures, where)
-    return Document(data, document.source, document.lines | {("hardware_set",): where})
-
-
-def _figures_scaled(document: Document, folder: Path, channel: str, factor: float) -> list[tuple[str, str, Any]]:
-    """Return (part, name, figures) of everything that scaling a channel changes."""
-
-    def make() -> list[tuple[str, str, Any]]:
-        stated = machine(document, folder)
-        before, after = (it.model_dump(mode="json") for it in (stated, stated.scaled(channel, factor)))
-        parts = ("channels", "devices", "links", "storage")
-        return [(part, name, figures) for part in parts for name, figures in after[part].items() if figures != before[part][name]]
-
-    return cast(list[tuple[str, str, Any]], _remembered((*_machine_key(document, folder), channel, factor), make))
 
 
 def machine(document: Document, folder: Path) -> HardwareProfile:
@@ -274,7 +287,7 @@ def machine(document: Document, folder: Path) -> HardwareProfile:
 
 def _machine_key(document: Document, folder: Path) -> tuple[str, str]:
     """What a machine is made from."""
-    chosen = {name: document.data.get(name) for name in ("hardware", "hardware_set", "derate")}
+    chosen = {name: document.data.get(name) for name in ("hardware", "hardware_set", "hardware_scale", "derate")}
     return str(folder), json.dumps(chosen, sort_keys=True, default=str)
 
 

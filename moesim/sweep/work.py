@@ -116,7 +116,7 @@ class _Recording(Planner):
 class _Shared(Case):
     """A case whose plan is kept for others, or that another one has kept."""
 
-    def planner(self) -> Planner:
+    def planner(self, kind: type[Planner] | None = None) -> Planner:
         return cast(Planner, self.__dict__["recording"])
 
 

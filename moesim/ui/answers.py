@@ -11,14 +11,13 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from moesim.config import Document, content_hash
+from moesim.config import Document, command, content_hash
 from moesim.report.page import Entry, best, comparison, glance, whatif_blocks
 from moesim.report.page_blocks import Block, write_html
 from moesim.scenario import Scenario
 from moesim.simulate import Case, Result, Routing, make_case, simulate
-from moesim.ui.screen import Screen, document_of, opened, settings, yaml_text
+from moesim.ui.screen import Screen, document_of, yaml_text
 from moesim.whatif import WhatIf, whatif
-from moesim.whatif.upgrades import assignments_of, command
 
 MOST = 4  # screens and routings kept: two of them side by side, and what they were before the last change
 
@@ -53,9 +52,7 @@ def answer(screen: Screen) -> Answer:
     """
     scenario, document, base = document_of(screen)
     result = simulate(_case(scenario, document, base))
-    before = opened(screen.scenario)[1]
-    changed = [(path, value) for path, value, _ in settings(screen)]
-    return Answer(screen, result, assignments_of(before, changed, document), yaml_text(screen))
+    return Answer(screen, result, document.assignments, yaml_text(screen))
 
 
 _routings: dict[str, Routing] = {}  # a trace takes longer to load and adapt than most runs take

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 from hashlib import sha256
@@ -24,7 +24,7 @@ from moesim.hardware import HardwareProfile, kind
 from moesim.model_files import load_model_with_plan
 from moesim.scenario import Io, Placement, Pool, Prefetch, Scenario, load_scenario
 from moesim.sizing.run import like_name
-from moesim.sweep.paths import SCALE, put
+from moesim.sweep.paths import put
 from moesim.sweep.space import assemble, machine
 from moesim.whatif.upgrades import LADDERS
 
@@ -145,7 +145,7 @@ def machine_figures(screen: Screen) -> list[Figure]:
         if kind(name) != "ssd"
     ]
     rates = [
-        Figure(f"{SCALE}.{name}", f"{name} bandwidth (GB/s)", "bytes_per_s", channel.bandwidth.value)
+        Figure(f"hardware_scale.{name}", f"{name} bandwidth (GB/s)", "bytes_per_s", channel.bandwidth.value)
         for name, channel in hardware.channels.items()
     ]
     return sizes + rates
@@ -187,8 +187,9 @@ def _settings(screen: Screen) -> Iterator[tuple[str, Any, str]]:
         yield "precision", {**plan, "routed_experts": screen.experts}, LABELS["experts"]
     if screen.hardware != first.hardware:
         yield "hardware", screen.hardware, LABELS["hardware"]
-        if scenario.hardware_set:
-            yield "hardware_set", {}, LABELS["hardware"]
+        for field in ("hardware_set", "hardware_scale"):
+            if getattr(scenario, field):
+                yield field, {}, LABELS["hardware"]
         yield "placement", _moved(document.data.get("placement", {}), scenario.placement, _machine(screen)), LABELS["hardware"]
     near = _near(scenario.placement, _machine(screen))
     for field, path in (("hold", f"{near}.hold"), ("policy", f"{near}.policy"), ("below", "ram.hold")):
@@ -200,8 +201,9 @@ def _settings(screen: Screen) -> Iterator[tuple[str, Any, str]]:
             yield path, getattr(screen, field), label
     now = {figure.path: figure for figure in machine_figures(screen)}
     for path, value in screen.figures:
-        figure = now[path]
-        yield path, (value / figure.value if path.startswith(SCALE) else f"{round(value)} B"), figure.label
+        figure, (part, _, name) = now[path], path.partition(".")
+        before = scenario.hardware_scale.get(name, 1.0) if screen.hardware == first.hardware else 1.0
+        yield path, (before * value / figure.value if part == "hardware_scale" else f"{round(value)} B"), figure.label
 
 
 def _another_model(screen: Screen) -> Iterator[tuple[str, Any, str]]:
@@ -257,23 +259,20 @@ def opened(name: str) -> tuple[Scenario, Document, Path]:
         value = holder.get(path[-1])
         if isinstance(value, str) and value and not Path(value).exists() and (base / value).exists():
             data = put(data, ".".join(path), str((base / value).resolve()))
-    document = Document(data, document.source, document.lines)
+    document = replace(document, data=data)
     return config.build(Scenario, document).model_copy(update={"name": scenario.name}), document, base
 
 
 def _underated(document: Document) -> Document:
-    return Document(document.data | {"derate": 1.0}, document.source, document.lines)
+    return replace(document, data=document.data | {"derate": 1.0})
 
 
 def _machine(screen: Screen) -> HardwareProfile:
     """The machine of a screen before figures are edited, and before derating."""
     scenario, document, base = opened(screen.scenario)
     if screen.hardware != scenario.hardware:
-        changed: tuple[tuple[str, Any, str], ...] = (
-            ("hardware", screen.hardware, LABELS["hardware"]),
-            ("hardware_set", {}, LABELS["hardware"]),
-        )
-        document = assemble(document, changed, base)
+        changed = {"hardware": screen.hardware, "hardware_set": {}, "hardware_scale": {}}
+        document = replace(document, data=document.data | changed)
     return machine(_underated(document), base)
 
 

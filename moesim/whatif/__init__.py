@@ -12,6 +12,7 @@ from typing import Any
 
 from moesim import bottleneck
 from moesim.bottleneck import Bottleneck
+from moesim.config import command
 from moesim.hardware import HardwareProfile
 from moesim.html_table import html_table
 from moesim.simulate import Case, Result
@@ -19,9 +20,10 @@ from moesim.whatif.curves import Curve, curve
 from moesim.whatif.figures import RANGES, Knob, knobs, turn
 from moesim.whatif.replay import Replay
 from moesim.whatif.uncertainty import INTERVAL, Effect, Interval, effects, interval
-from moesim.whatif.upgrades import Outcome, attempt, changes, command
+from moesim.whatif.upgrades import Outcome, attempt, changes
 
 INFINITE = 1e6
+NO_LIMIT = 1e3  # times the speed now: beyond it a ceiling says only that no other lane is on the path
 DRAWS = 128
 POINTS = 13
 SHOWN = 10  # changes in a notebook
@@ -29,7 +31,7 @@ SHOWN = 10  # changes in a notebook
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The speed with one lane infinitely fast, and its share of the critical path now."""
+    """The speed with one lane infinitely fast (nan where nothing else that is modelled would limit it), and its share of the critical path now."""
 
     lane: str
     share: float
@@ -186,7 +188,8 @@ def ceilings(replay: Replay, data: dict[str, Any]) -> list[Ceiling]:
     shares = {lane: share for lane, share in bottleneck.lane_shares(data["critical_path"]).items() if share > 0}
     every = [knob for knob in knobs(replay.case) if not knob.replans]
     machines = [_without(replay, lane, every) for lane in shares]
-    return [Ceiling(lane, share, got) for (lane, share), got in zip(shares.items(), replay.speeds(machines), strict=True)]
+    found = [got if got <= NO_LIMIT * replay.speed else math.nan for got in replay.speeds(machines)]
+    return [Ceiling(lane, share, got) for (lane, share), got in zip(shares.items(), found, strict=True)]
 
 
 def _without(replay: Replay, lane: str, every: list[Knob]) -> HardwareProfile:

@@ -1,37 +1,34 @@
 """Owns the discrete changes that one could make to a run: what to buy, what to switch, what only bounds the gain; each tried in full.
 
-A change is settings of a scenario, dotted paths and values as ``moesim sweep`` takes them (``hardware_scale.CHANNEL`` too), so every
-outcome can be had again with ``moesim run --set``. What the program cannot model is listed with the reason, not left out.
+A change is settings of a scenario, dotted paths and values as ``moesim sweep`` takes them, so every outcome can be had again with
+``moesim run --set``. What the program cannot model is listed with the reason, not left out.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moesim import config
-from moesim.config import Document
 from moesim.errors import InputError
-from moesim.hardware import HardwareProfile, kind
+from moesim.hardware import kind
 from moesim.precision import FORMATS
 from moesim.scenario import Scenario
 from moesim.simulate import Case, make_case, simulate
-from moesim.sweep.paths import SCALE, put
-from moesim.sweep.space import assemble, machine
+from moesim.sweep.space import lay, machine
 from moesim.units import show
 from moesim.whatif.replay import speed_of
 
 LADDERS = (("fp32", "bf16", "int8", "int4-g128", "int3-g128", "int2-g128"), ("F16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"))
 GIB = 2**30
 MORE_RAM, MORE_VRAM = 16 * GIB, 8 * GIB
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")  # text that YAML reads as text without quotes, with these exceptions
-_READ_AS_OTHER = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", "nan", "inf"}
+SITES = {
+    "in-place": "CPU computes what is not in VRAM",
+    "hybrid": "CPU computes what is not in VRAM, or it is fetched where that is sooner",
+    "fetch": "fetch experts to the GPU",
+}
 UNMEASURED = "quality changes and is not measured here"
 
 
@@ -66,15 +63,15 @@ def _purchases(case: Case) -> Iterator[Change]:
     hw = case.hardware
     for disk in _disks(case):
         channel = hw.tiers[hw.storage[disk].tier].channel
-        yield Change(f"2 x {disk} speed", "buy", ((f"{SCALE}.{channel}", 2.0),), "a drive twice as fast in every respect but latency")
+        yield Change(f"2 x {disk} speed", "buy", (times_as_fast(case, channel, 2.0),), "a drive twice as fast in every respect but latency")
     for name, tier in hw.tiers.items():
         if kind(name) != "ssd":
             more = MORE_VRAM if kind(name) == "vram" else MORE_RAM
             yield Change(
                 f"+{more // GIB} GiB {name}", "buy", ((f"hardware_set.tiers.{name}.capacity.value", f"{tier.capacity.value + more} B"),)
             )
-            yield Change(f"2 x {name} bandwidth", "buy", ((f"{SCALE}.{tier.channel}", 2.0),))
-    yield from _next_pcie(hw)
+            yield Change(f"2 x {name} bandwidth", "buy", (times_as_fast(case, tier.channel, 2.0),))
+    yield from _next_pcie(case)
     yield _second_gpu(case)
 
 
@@ -82,12 +79,15 @@ def _disks(case: Case) -> list[str]:
     return [case.layout.disk] if case.layout.disk else []
 
 
-def _next_pcie(hw: HardwareProfile) -> Iterator[Change]:
+def _next_pcie(case: Case) -> Iterator[Change]:
+    hw = case.hardware
     channels = dict.fromkeys(link.channel for link in hw.links.values())
     gens = {gen for name in channels if (facts := hw.channels[name].facts) and (gen := facts.pcie_gen)}
     if channels:
         label = f"PCIe {min(gens) + 1}.0 instead of {min(gens)}.0" if gens else "links twice as fast"
-        yield Change(label, "buy", tuple((f"{SCALE}.{name}", 2.0) for name in channels), "both directions; card and board must have it")
+        yield Change(
+            label, "buy", tuple(times_as_fast(case, name, 2.0) for name in channels), "both directions; card and board must have it"
+        )
 
 
 def _second_gpu(case: Case) -> Change:
@@ -102,7 +102,7 @@ def _second_gpu(case: Case) -> Change:
         return Change(name, "buy", why_not="not tried: layers are placed already; state placement.layers")
     if set(case.layout.attention_device) | set(case.layout.expert_device) != {"gpu"} or scenario.prefetch.into == "buffers":
         return Change(name, "buy", why_not="not tried: only where one GPU computes every layer, without layer-set buffers")
-    plain = machine(Document(case.document.data | {"derate": 1.0}, case.document.source), case.base)
+    plain = machine(replace(case.document, data=case.document.data | {"hardware_scale": {}, "derate": 1.0}), case.base)
     data, tier = plain.model_dump(mode="json"), plain.devices["gpu"].tier
     links = {key: link for key, link in plain.links.items() if tier in (link.source, link.target)}
     renamed = {
@@ -119,6 +119,7 @@ def _second_gpu(case: Case) -> Change:
         ("hardware_set.devices.gpu1", copied(data["devices"]["gpu"])),
         *((f"hardware_set.channels.{new}", data["channels"][old]) for old, new in renamed.items() if old in data["channels"]),
         *((f"hardware_set.links.{key}1", copied(data["links"][key])) for key in links),
+        *((f"hardware_scale.{new}", scenario.hardware_scale[old]) for old, new in renamed.items() if old in scenario.hardware_scale),
     ]
     up = next(link for link in links.values() if link.target == tier)
     across = {key: value for key, value in up.model_dump(mode="json").items() if value}
@@ -142,11 +143,10 @@ def _switches(case: Case) -> Iterator[Change]:
             yield Change("experts merged into one aligned file", "switch", (("io.layout", "merged"),))
         yield Change("4 x I/O depth", "switch", (("io.depth", 4 * scenario.io.depth),))
     if "cpu" in case.hardware.devices and case.layout.expert_device[:1] == ["gpu"] and not case.hardware.is_unified:
-        if scenario.placement.site == "fetch":
-            settings = (("placement.site", "in-place"), ("prefetch.predictor", "none"))
-            yield Change("CPU computes what is not in VRAM", "switch", settings)
-        else:
-            yield Change("fetch experts to the GPU", "switch", (("placement.site", "fetch"),))
+        for site, name in SITES.items():
+            if site != scenario.placement.site:
+                alone = (("prefetch.predictor", "none"),) if site == "in-place" else ()
+                yield Change(name, "switch", (("placement.site", site), *alone))
     if scenario.memory.kv == "maximum":
         yield Change("KV cache paged", "switch", (("memory.kv", "paged"),))
     yield from _precision_steps(case)
@@ -229,53 +229,19 @@ def changed_case(case: Case, settings: Sequence[tuple[str, Any]]) -> tuple[Case,
     """
     if not isinstance(case.document.data, dict):
         raise InputError("scenario", expected="one that was loaded from a file", got="one without a document", fix="use load_case")
-    data = case.document.data
-    for path, value in settings:
-        if not path.startswith(f"{SCALE}."):
-            data = put(data, path, value, "what-if")
-    scales = tuple((path, value, "what-if") for path, value in settings if path.startswith(f"{SCALE}."))
-    document = assemble(Document(data, case.document.source, case.document.lines), scales, case.base)
+    document = lay(case.document, [(path, value, "what-if") for path, value in settings])
     scenario = config.build(Scenario, document).model_copy(update={"name": case.scenario.name, "engine": case.scenario.engine})
     out = make_case(scenario, document, case.base)
     if "routing" in case.__dict__ and all(
         getattr(scenario, x) == getattr(case.scenario, x) for x in ("model", "trace", "workload", "seed")
     ):
         out.__dict__["routing"] = case.routing
-    return out, assignments_of(case.document, settings, document)
+    return out, document.assignments[len(case.document.assignments) :]
 
 
-def assignments_of(before: Document, settings: Sequence[tuple[str, Any]], after: Document) -> tuple[str, ...]:
-    """Return settings as ``path=value``; of scaled channels the figures that they give."""
-    plain = [f"{path}={yaml_of(value)}" for path, value in settings if not path.startswith(f"{SCALE}.")]
-    if len(plain) < len(settings):
-        told = before.data
-        for path, value in settings:
-            told = told if path.startswith(f"{SCALE}.") else put(told, path, value)
-        old, new = told.get("hardware_set") or {}, after.data["hardware_set"]
-        for part, items in new.items():
-            for name, item in items.items():
-                if (old.get(part) or {}).get(name) != item:
-                    plain.append(f"hardware_set.{part}.{name}={yaml_of(item)}")
-    return tuple(plain)
-
-
-def yaml_of(value: Any) -> str:
-    """Write a value such that ``--set`` reads it as it was."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(str(key))}: {yaml_of(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(yaml_of, value)) + "]"
-    if isinstance(value, float):
-        text = format(Decimal(repr(value)), "f")
-        return text if "." in text else text + ".0"
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _READ_AS_OTHER:
-        return value
-    return json.dumps(value)
-
-
-def command(scenario: str, assignments: Sequence[str], verb: str = "run") -> str:
-    """Return the command line that runs a scenario with assignments."""
-    return " ".join(["moesim", verb, shlex.quote(scenario), *(f"--set {shlex.quote(text)}" for text in assignments)])
+def times_as_fast(case: Case, channel: str, factor: float) -> tuple[str, float]:
+    """Return the setting that makes a channel of a case so many times as fast as it is."""
+    return f"hardware_scale.{channel}", case.scenario.hardware_scale.get(channel, 1.0) * factor
 
 
 def _short(error: InputError) -> str:
