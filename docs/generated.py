@@ -133,4 +133,17 @@ def _title(path: Path) -> str:
     return heading[1].replace("`", "") if heading else path.stem
 
 
-MAKERS: dict[str, Callable[[str, int], str]] = {"commands": commands, "schema": keys, "figure": figure, "notebooks": notebooks}
+def claims(_what: str, _depth: int) -> str:
+    """The table at the end of the executed notebook on field claims."""
+    notebook = json.loads((ROOT / "notebooks" / "09_field_claims.ipynb").read_text(encoding="utf-8"))
+    outputs = [output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    return ["".join(data["text/markdown"]) for data in outputs if "text/markdown" in data][-1]
+
+
+MAKERS: dict[str, Callable[[str, int], str]] = {
+    "commands": commands,
+    "schema": keys,
+    "figure": figure,
+    "notebooks": notebooks,
+    "claims": claims,
+}

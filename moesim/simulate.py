@@ -482,7 +482,7 @@ def provenance(case: Case) -> dict[str, Any]:
     return {
         "version": __version__,
         "scenario": scenario.name,
-        "set": list(case.document.assignments),
+        "set": [it for it in case.document.assignments if not it.startswith("engine=")],  # the engine changes no result
         "scenario_hash": config.content_hash(resolved),
         "model": case.model.name,
         "hardware": case.hardware.name,

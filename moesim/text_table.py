@@ -21,6 +21,13 @@ UNITS = {
     "_ps": "ps",
     "_tokens": "tokens",
     "_ms_per_token": "ms/token",
+    "joules": "J",
+    "_j": "J",
+    "joules_per_token": "J/token",
+    "joules_per_request": "J/request",
+    "_w": "W",
+    "_hours": "h",
+    "_percent": "%",
 }
 
 

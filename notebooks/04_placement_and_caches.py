@@ -38,7 +38,10 @@ OTHERS = {
 traces = {"tinymoe (bundled)": load_trace(resources.find("traces", "tinymoe"))}
 traces |= {name: load_trace(SHARED / file) for name, file in OTHERS.items() if (SHARED / file).is_file()}
 missing = len(OTHERS) + 1 - len(traces)
-Markdown(f"{len(traces)} traces." + (f" {missing} public ones are not beside this checkout and are left out." if missing else ""))
+Markdown(
+    f"{len(traces)} trace{'s' if len(traces) > 1 else ''}."
+    + (f" {missing} public ones are not beside this checkout and are left out." if missing else "")
+)
 
 # %% [markdown]
 # A trace is what each router chose, token by token: no text and no weights. The bundled one was recorded from a small model trained on real text.

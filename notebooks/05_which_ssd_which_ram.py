@@ -35,7 +35,7 @@ MEMORIES = {
 }
 DRIVES = ("sata", "nvme-gen3", "nvme-gen4", "nvme-gen5")
 POOLS = ("placement.pools.ram.hold=fit", "placement.pools.ram.policy=lru", "placement.pools.ram.warm=true")
-WORK = ("workload.prompt_tokens=0", "workload.output_tokens=24")
+WORK = ("workload.prompt_tokens=0", "workload.output_tokens=16")
 
 
 def machine(memory: str, drive: str) -> str:
@@ -71,7 +71,8 @@ shown = ax.imshow(grid, cmap="Blues", vmin=0, vmax=grid.to_numpy().max() * 1.25,
 for y, memory in enumerate(grid.index):
     for x, drive in enumerate(grid.columns):
         lane = runs.set_index(["memory", "drive"]).loc[(memory, drive), "busiest lane"]
-        ax.text(x, y, f"{grid.loc[memory, drive]:.1f}\n{lane}", ha="center", va="center", fontsize=9)
+        speed = grid.loc[memory, drive]
+        ax.text(x, y, f"{speed:.1f}\n{lane}", ha="center", va="center", color="white" if speed > grid.to_numpy().max() / 2 else "black")
 ax.set_xticks(range(len(DRIVES)), DRIVES)
 ax.set_yticks(range(len(MEMORIES)), MEMORIES)
 ax.set_title("Tokens/s, and the lane that is busiest", fontsize=10, loc="left")
@@ -87,7 +88,7 @@ bar = figure.colorbar(shown, label="tokens/s")
 START = ("32 GiB DDR4-3200", "nvme-gen3")
 STEPS = {
     "a faster drive": (START[0], "nvme-gen5"),
-    "faster RAM (and its board)": ("32 GiB DDR5-4800", START[1]),
+    "faster RAM": ("32 GiB DDR5-4800", START[1]),
     "more RAM": ("64 GiB DDR4-3200", START[1]),
     "more and faster RAM": ("64 GiB DDR5-4800", START[1]),
 }
@@ -112,7 +113,7 @@ Markdown(
     f"**To remember: {best}**, from {base['tokens/s']:.1f} to {steps.loc[best, 'tokens/s']:.1f} tokens/s for {steps.loc[best, 'costs, USD']:.0f} USD. "
     f"With {START[0]} a faster drive brings {steps.loc['a faster drive', 'gain, tokens/s']:+.1f} tokens/s; once all experts have room in RAM, "
     f"it brings {grid.loc['64 GiB DDR4-3200', 'nvme-gen5'] - grid.loc['64 GiB DDR4-3200', 'nvme-gen3']:+.1f}. Prices are class prices "
-    "(`hardware_profiles/parts/prices.yaml`): put in those of your shop."
+    "(`hardware_profiles/parts/prices.yaml`), and a board for other RAM is not in them: put in those of your shop."
 )
 
 # %% [markdown]
@@ -124,8 +125,8 @@ Markdown(
 # %%
 replay = Replay(case(*START))
 figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4), layout="constrained")
-ax = plot_curve(curve(replay, "ssd.bandwidth=0.5..16GB/s", 7), left)
-ax = plot_curve(curve(replay, "ram.bandwidth=25..200GB/s", 5), right)
+ax = plot_curve(curve(replay, "ssd.bandwidth=0.5..16GB/s", 6), left)
+ax = plot_curve(curve(replay, "ram.bandwidth=40..150GB/s", 4), right)
 
 # %% [markdown]
 # ## Try next

@@ -51,7 +51,7 @@ def number(cells: pd.Series) -> pd.Series:
 # %% [markdown]
 # ## The record
 #
-# `moesim validate scenarios/validation` runs 36 cases on the machine at hand and compares. This is the last full record, `docs/validation.md`; it is
+# `moesim validate scenarios/validation` runs a suite of cases on the machine at hand and compares. This is the last full record, `docs/validation.md`; it is
 # too slow for a notebook. Beside it stand three simpler models that were given the same costs and hits.
 
 # %%

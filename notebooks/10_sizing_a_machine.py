@@ -39,15 +39,15 @@ found = size(needs, folder, prices, today)
 display(found)
 n = found.counts
 Markdown(
-    f"{n['considered']} machines were considered, {n['ruled out by a bound']} ruled out because no machine reads weights faster than its memory, "
+    f"{n['considered']} machines were considered. A bound rules out {n['ruled out by a bound']} (no token is faster than reading its weights once), "
     f"{n['above the budget']} cost too much, and {n['machines simulated']} were simulated in {n['runs']} runs."
 )
 
 # %% [markdown]
 # ## The picture: what money buys
 #
-# Every machine that was simulated. Above the line is fast enough for decoding; a filled mark meets *all* needs. The most expensive machine is
-# not the fastest, and a CPU without a card can miss the first token though it decodes well.
+# Machines that were simulated, and single upgrades of the recommended one. Above the dashed line decoding is fast enough; a filled mark meets
+# *all* needs, the first token among them. Steps to the right that do not lead upwards are money for nothing.
 
 # %%
 options = {
@@ -70,13 +70,13 @@ for option in options.values():
     )
 named = [*found.ranked, *(miss.option for miss in found.misses[:1])]
 for option in named:
-    ax.annotate(short(option), (option.cost, option.worst.speed), xytext=(8, -4), textcoords="offset points", fontsize=7.5, va="top")
+    ax.annotate(short(option), (option.cost, option.worst.speed), xytext=(-8, 6), textcoords="offset points", fontsize=8, ha="right")
 ax.axhline(level.decode_tok_s, color="#555555", linestyle="--", linewidth=1, label=f"needed, {level.decode_tok_s:g} tokens/s")
 ax.axvline(needs.budget.amount, color="#b00020", linewidth=1, label=f"budget, {needs.budget.amount:,.0f} {needs.budget.currency}")
-ax.set(xlabel=f"price ({prices.currency})", ylabel="tokens/s of each user", ylim=(0, None))
+ax.set(xlabel=f"price ({prices.currency})", ylabel="tokens/s of each user", xlim=(0, 3 * needs.budget.amount), ylim=(0, None))
 best = found.best
 ax.set_title(
-    f"The cheapest that meets the needs costs {best.cost:,.0f} {prices.currency} and gives {best.worst.speed:.0f} tokens/s",
+    f"Recommended: {best.cost:,.0f} {prices.currency} for {best.worst.speed:.0f} tokens/s",
     fontsize=10,
     loc="left",
 )
@@ -85,7 +85,7 @@ legend = ax.legend(fontsize=8, frameon=False)
 # %% [markdown]
 # ## The number to remember
 #
-# What the cheapest machine costs that will do, and how much it has to spare.
+# What the recommended machine costs, and how much it has to spare: of the machines that were looked at, the cheapest that meets the needs.
 
 # %%
 verdict, (low, high) = best.worst, best.intervals[0]

@@ -54,7 +54,9 @@ def test_run_json_is_the_contract(scenario: str, capsys: pytest.CaptureFixture[s
     data = json.loads(out, parse_constant=lambda name: pytest.fail(name))
     assert code == 0 and "tokens/s" in err
     assert set(data) == {"provenance", "memory", "oom", "metrics", "transfers", "lanes", "critical_path", "energy", "quality"}
-    assert {"joules", "joules_per_token", "joules_per_request", "average_w", "peak_w", "battery_hours", "basis", "reason"} <= set(data["energy"])
+    assert {"joules", "joules_per_token", "joules_per_request", "average_w", "peak_w", "battery_hours", "basis", "reason"} <= set(
+        data["energy"]
+    )
     assert METRICS <= set(data["metrics"])
     assert set(data["metrics"]["itl_ms"]) == {"mean", "median", "p95", "p99"}
     assert {"capacity_bytes", "planned_bytes", "peak_bytes", "lines"} <= set(data["memory"]["vram"])

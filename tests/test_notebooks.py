@@ -87,3 +87,20 @@ def test_failing_cell(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, tmp_path / "build.py", "--write"], capture_output=True, text=True)
     assert run.returncode == 1 and "lanes = 1 / 0" in run.stdout and "ZeroDivisionError" in run.stdout
     assert not (tmp_path / "01_wrong.ipynb").exists()
+
+
+def test_every_numbered_claim_has_a_verdict() -> None:
+    """The claims page shows the table of notebook 09; its numbers are those of the field notes, where these are at hand."""
+    tables = [
+        out["data"]["text/markdown"]
+        for cell in notebook(NOTEBOOKS / "09_field_claims.py").cells
+        for out in cell.get("outputs", ())
+        if "text/markdown" in out.get("data", {})
+    ]
+    rows = {row[0]: row[2] for row in (line.strip("| ").split(" | ") for line in tables[-1].splitlines()[2:])}
+    assert set(rows.values()) <= {"**holds**", "**holds when**", "**refuted**", "**contradicts itself**"}
+    notes = ROOT.parent / "shared" / "CLAIMS.md"
+    if not notes.exists():
+        pytest.skip("needs ../shared/CLAIMS.md, the numbered field claims")
+    asked = set(re.findall(r"^- ([MTPHBSQW]\d+) ", notes.read_text(encoding="utf-8"), re.M))
+    assert asked == set(rows), asked ^ set(rows)

@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from moesim.simulate import load_case, simulate
 from moesim.sizing import Sizing, size
 from moesim.sizing.machines import candidates, canonical, upgrades
 from moesim.sizing.needs import load_needs
-from moesim.sizing.run import Judge
+from moesim.sizing.run import Judge, Verdict
 from moesim.whatif import DRAWS
 from moesim.whatif.replay import Replay, speed_of
 from moesim.whatif.uncertainty import effects, interval
@@ -92,6 +93,15 @@ def test_every_figure_can_be_had_again_by_its_command(tmp_path: Path) -> None:
     assert (spread.low, spread.high) == option.intervals[0]
     assert verdict.command("interval").startswith("moesim whatif --quick sizing --set ")
     assert option.intervals[0][0] < verdict.speed < option.intervals[0][1] * 1.05
+
+
+def test_experts_are_computed_or_fetched_where_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = Judge(*load_needs(needs(tmp_path)))
+    by_cpu = Verdict(CARD, "tinymoe", settings={"placement.site": "in-place"}, reached=0.9)
+    monkeypatch.setattr(judge, "judged", lambda settings, label: replace(by_cpu, settings=settings, switches=label, reached=1.1))
+    assert judge.hybrid(by_cpu).settings == {"placement.site": "hybrid"} and judge.hybrid(by_cpu).reached == 1.1
+    for better in (replace(by_cpu, reached=1.2), replace(by_cpu, settings={})):
+        assert judge.hybrid(better) is better
 
 
 def test_more_precise_weights_are_taken_where_they_still_meet_the_needs(tmp_path: Path) -> None:

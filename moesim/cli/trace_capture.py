@@ -43,7 +43,9 @@ def capture_command(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.npz", help="The trace to write.", show_default=False)],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Folder of a model in safetensors, or a .gguf; with --server the model's name there.", show_default=False),
+        typer.Argument(
+            metavar="MODEL", help="Folder of a model in safetensors, or a .gguf; with --server the model's name there.", show_default=False
+        ),
     ] = None,
     new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens to generate greedily after each prompt.")] = 0,
     max_prompt: Annotated[

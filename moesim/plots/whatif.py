@@ -71,7 +71,7 @@ def tornado(answer: WhatIf, ax: Axes | None = None) -> Axes:
     ax.margins(x=0.15)
     ax.spines[["top", "right"]].set_visible(False)
     least, most = sorted((moving[-1].at_low, moving[-1].at_high))
-    ax.set_title(f"{moving[-1].knob.name} matters most: {least:.3g} to {most:.3g} tokens/s", fontsize=9.5, loc="left")
+    ax.set_title(f"{moving[-1].knob.name} matters most: {least:.3g} to {most:.3g} tokens/s", fontsize=9.5, loc="right")
     return ax
 
 

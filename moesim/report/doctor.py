@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shlex
 
 from moesim.doctor import Diagnosis, Finding
 from moesim.text_table import number, to_json, wrap
@@ -35,7 +36,7 @@ def doctor_text(diagnosis: Diagnosis) -> str:
         it = finding.suspicion
         lines += ["", *wrap(f"{it.what} ({it.code}; {it.claims})", "- ")]
         lines += wrap(it.evidence, "  evidence  ") + wrap(cost(finding), "  effect    ")
-        shown = "  ".join(f"--set {text}" for text in finding.assignments)
+        shown = "  ".join(f"--set {shlex.quote(text)}" for text in finding.assignments)
         if shown:
             lines += wrap(shown if len(shown) <= LONG else f"{it.advice or 'see the command'} (settings: -o md)", "  change    ")
         elif it.advice:

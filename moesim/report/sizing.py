@@ -214,7 +214,11 @@ def _details(sizing: Sizing, option: Option) -> list[str]:
     for v in option.verdicts:
         if v.settings:
             quality = f" Quality: {loss_of_quality(v.quality)}." if v.quality else ""
-            lines += ["", f"{v.model}: {_got(v)}, largest context that fits {v.most_context:,} tokens.{quality} {_traced(sizing, v)}", ""]
+            lines += [
+                "",
+                f"{v.model}: {_got(v)}, largest context that fits beside these experts {v.most_context:,} tokens.{quality} {_traced(sizing, v)}",
+                "",
+            ]
             lines += ["```bash", v.command(), v.command("ttft"), v.command("interval"), "```"]
     return lines
 

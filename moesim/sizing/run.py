@@ -36,6 +36,7 @@ SCENARIO = "sizing"
 FEW_USERS, OUTPUT, OUTPUT_OF_MANY = 8, 12, 4  # tokens decoded per run, and from so many users on: each layer so many times
 CHUNK = 1024  # tokens of a prefill chunk
 NO_ROOM = 1e-3  # what a machine reaches at most that does not hold the plan: less than any that runs
+NEAR = 0.7  # of what is needed: from here on a machine that misses is also tried with experts computed or fetched, whichever is sooner
 BATCHES = (8, 32)  # sequences at a time that are tried for a batch of requests
 PLANS = ("bf16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K")  # formats of the experts that are tried, the most precise first
 OTHERS = {"bf16": "bf16", "mxfp4": "bf16"}  # format of all but the experts beside these; Q8_0 beside the others
@@ -185,7 +186,6 @@ class Judge:
         below: Settings = {"placement.pools.ram": {"hold": "fit", "policy": "static"}}
         out: list[tuple[str, Settings]] = [
             ("hottest experts in VRAM, the CPU computes the others", static | below | {"placement.site": "in-place"}),
-            ("hottest experts in VRAM, others computed by the CPU or fetched", static | below | {"placement.site": "hybrid"}),
         ]
         if len(cards) == 1:
             lru = {
@@ -231,7 +231,8 @@ class Judge:
 
     def verdict(self, machine: str, model: str) -> Verdict:
         """Return the fastest arrangement of a machine in the least precise format that is allowed."""
-        return self._fastest(machine, model, self.formats()[-1])
+        found = self._fastest(machine, model, self.formats()[-1])
+        return self.hybrid(found) if NEAR <= found.reached < 1 else found
 
     def refined(self, verdict: Verdict) -> Verdict:
         """Return the most precise arrangement that still meets the needs, found from the least precise upwards."""
@@ -241,6 +242,15 @@ class Judge:
                 break
             verdict = found
         return verdict
+
+    def hybrid(self, verdict: Verdict) -> Verdict:
+        """Return the better of a verdict in which the CPU computes experts, and the same with those fetched that are then done sooner."""
+        if verdict.settings.get("placement.site") != "in-place":
+            return verdict
+        other = self.judged(
+            verdict.settings | {"placement.site": "hybrid"}, "hottest experts in VRAM, others computed by the CPU or fetched"
+        )
+        return max(verdict, other, key=lambda v: v.reached)
 
     def _fastest(self, machine: str, model: str, experts: str, loads: tuple[int, ...] = ()) -> Verdict:
         needs, found = self.needs, []

@@ -25,7 +25,7 @@ from moesim.model_files import load_model_with_plan
 from moesim.scenario import Io, Placement, Pool, Prefetch, Scenario, load_scenario
 from moesim.sizing.run import like_name
 from moesim.sweep.paths import put
-from moesim.sweep.space import assemble, machine
+from moesim.sweep.space import assemble, lay, machine
 from moesim.whatif.upgrades import LADDERS
 
 FORMATS = (*LADDERS[0], "mxfp4", *LADDERS[1])  # of the routed experts, that a page offers
@@ -272,7 +272,7 @@ def _machine(screen: Screen) -> HardwareProfile:
     scenario, document, base = opened(screen.scenario)
     if screen.hardware != scenario.hardware:
         changed = {"hardware": screen.hardware, "hardware_set": {}, "hardware_scale": {}}
-        document = replace(document, data=document.data | changed)
+        document = lay(document, [(path, value, LABELS["hardware"]) for path, value in changed.items()])
     return machine(_underated(document), base)
 
 
