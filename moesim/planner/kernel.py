@@ -223,6 +223,7 @@ def _come(pool, home, member, room, now):
     x = home[e]
     member[TURN] = NOW
     member[FRESH] = 0
+    member[GREW] = 0
     if x[SLOT] == ABSENT:
         member[FRESH] = 1
         member[GREW], member[WAIT] = _admit(pool, x, room)
