@@ -1,4 +1,4 @@
-"""Routing recorded from llama.cpp on a small model of random weights, against routers computed here."""
+"""Routing recorded from llama.cpp on a small model of random weights: every token in every layer, whatever stands beside it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,10 @@ def limited(limit_bytes: int, path: str) -> None:
     (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
 
 
-def timed(work: Callable[[], object], threads: int) -> tuple[float, float]:
-    """Return (CPU seconds over threads, wall seconds)."""
+def timed(llama: LlamaCpp, tokens: list[int], threads: int) -> tuple[float, float]:
+    """Run tokens; return (CPU seconds over threads, wall seconds)."""
     cpu, wall = time.process_time(), time.perf_counter()
-    work()
+    llama.decode(tokens)
     return (time.process_time() - cpu) / threads, time.perf_counter() - wall
 
 
@@ -73,7 +73,10 @@ def measure(asked: Asked) -> dict[str, Any]:
         Path(asked.path), context=asked.context, threads=asked.threads, micro_batch=asked.micro_batch, kv=asked.kv, flash=asked.flash,
         repack=asked.repack,
     ) as llama:  # fmt: skip
-        draw = lambda n: [int(t) for t in rng.integers(2, llama.vocabulary, n)]  # noqa: E731
+
+        def draw(n: int) -> list[int]:
+            return [int(token) for token in rng.integers(2, llama.vocabulary, n)]
+
         if asked.depth:
             llama.decode(draw(asked.depth))
         samples: list[tuple[float, float]] = []
@@ -82,18 +85,15 @@ def measure(asked: Asked) -> dict[str, Any]:
         for _ in range(asked.repeats):
             llama.rewind(asked.depth)
             if asked.prompt:
-                tokens = draw(asked.prompt)
-                cpu, wall = timed(lambda: llama.decode(tokens), asked.threads)  # noqa: B023
+                cpu, wall = timed(llama, draw(asked.prompt), asked.threads)
                 samples.append((cpu / asked.prompt, wall / asked.prompt))
                 continue
             for token in draw(WARM_TOKENS):
                 llama.decode([token])
-            samples += [timed(lambda: llama.decode([token]), asked.threads) for token in draw(asked.tokens)]  # noqa: B023
+            samples += [timed(llama, [token], asked.threads) for token in draw(asked.tokens)]
         after = resource.getrusage(resource.RUSAGE_SELF)
-        buffers = {f"{kind.lower()}_mib": 0.0 for _, kind, _ in BUFFER.findall("".join(llama.log))}
-        last: dict[tuple[str, str], float] = {}
-        for where, kind, size in BUFFER.findall("".join(llama.log)):
-            last[where, kind] = float(size)  # the compute buffer is printed once for each attempt
+        last = {(where, kind): float(size) for where, kind, size in BUFFER.findall("".join(llama.log))}  # printed once for each attempt
+        buffers: Counter[str] = Counter()
         for (_, kind), size in last.items():
             buffers[f"{kind.lower()}_mib"] += size
     cpu_s, wall_s = ([s[i] for s in samples] for i in (0, 1))

@@ -15,9 +15,6 @@ token is routed when it is run, so the last one has no row: n new tokens are n -
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim.capture.files import Parts, need
+from moesim.capture.files import Parts, need, parts_beside
 from moesim.errors import InputError
-from moesim.trace import DECODE, PREFILL, RoutingTrace, load_trace
+from moesim.trace import DECODE, PREFILL, RoutingTrace
 
 ROUTERS = ("gate", "router", "router_gate", "gating")  # names of a router beside ``experts``, in the order they are tried
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # of a configuration
@@ -88,45 +85,33 @@ def capture(
     model.eval()
     config = _text_config(model.config)
     target = None if path is None else Path(path)
-    try:
-        folder = tempfile.mkdtemp(prefix=".moesim-capture-", dir=None if target is None else target.parent)
-    except OSError as error:
-        raise _unwritable(error, target) from None
-    try:
-        with Recorder(model) as recorder, Parts(Path(folder)) as parts, torch.no_grad():
-            facts: list[dict[str, Any]] = []
-            for number, tokens in enumerate(sequences):
-                facts.append(_one(model, torch, recorder, parts, number, tokens, new_tokens))
-                if progress is not None:
-                    progress(number + 1, parts.n_rows)
-            if not facts:
-                raise InputError("sequences", expected="at least one prompt", got="none")
-            ids, *_ = parts.shape
-            meta: dict[str, Any] = {
-                "model": name or str(getattr(config, "_name_or_path", "") or getattr(config, "model_type", "unknown")),
-                "n_layers": ids[0],
-                "n_experts": recorder.n_experts(config),
-                "top_k": ids[1],
-                "captured_by": f"moesim trace capture (transformers {_version()}, torch {torch.__version__})",
-                "router": recorder.router,
-                "router_blocks": recorder.blocks,
-                "new_tokens": new_tokens,
-                "sequences": facts,
-                "notes": recorder.notes,
-            }
-        finished = Path(folder) / "trace.npz"
-        parts.join(finished, meta)
-        trace = load_trace(finished)
-        if target is not None:
-            os.replace(finished, target)
-        return trace
-    except OSError as error:
-        raise _unwritable(error, target) from None
-    except RuntimeError as error:  # torch's own, out of memory among them
-        got = " ".join(str(error).split())[:200]
-        raise InputError("model", expected="a run without errors", got=got, fix="shorter prompts, or another --device") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with parts_beside(target) as parts:
+        try:
+            with Recorder(model) as recorder, parts, torch.no_grad():
+                facts: list[dict[str, Any]] = []
+                for number, tokens in enumerate(sequences):
+                    facts.append(_one(model, torch, recorder, parts, number, tokens, new_tokens))
+                    if progress is not None:
+                        progress(number + 1, parts.n_rows)
+                if not facts:
+                    raise InputError("sequences", expected="at least one prompt", got="none")
+                ids, *_ = parts.shape
+                meta: dict[str, Any] = {
+                    "model": name or str(getattr(config, "_name_or_path", "") or getattr(config, "model_type", "unknown")),
+                    "n_layers": ids[0],
+                    "n_experts": recorder.n_experts(config),
+                    "top_k": ids[1],
+                    "captured_by": f"moesim trace capture (transformers {_version()}, torch {torch.__version__})",
+                    "router": recorder.router,
+                    "router_blocks": recorder.blocks,
+                    "new_tokens": new_tokens,
+                    "sequences": facts,
+                    "notes": recorder.notes,
+                }
+            return parts.finish(meta, target)
+        except RuntimeError as error:  # torch's own, out of memory among them
+            got = " ".join(str(error).split())[:200]
+            raise InputError("model", expected="a run without errors", got=got, fix="shorter prompts, or another --device") from error
 
 
 def load_model(folder: str | Path, device: str = "cpu") -> Any:
@@ -378,7 +363,3 @@ def _text_config(config: Any) -> Any:
 
 def _version() -> str:
     return str(getattr(need("transformers"), "__version__", "?"))
-
-
-def _unwritable(error: OSError, path: Path | None) -> InputError:
-    return InputError("--out", expected="a writable file", got=error.strerror or str(error), where=str(path or tempfile.gettempdir()))

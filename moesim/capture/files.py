@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
+import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesim.errors import InputError
+from moesim.trace import RoutingTrace, load_trace
 
 _COLUMNS = {"expert_ids": "<i2", "weights": "<f2", "seq_id": "<i4", "position": "<i4", "phase": "u1"}
 _COPY_BYTES = 1 << 20
@@ -127,6 +132,35 @@ class Parts:
                     shutil.copyfileobj(part, file, _COPY_BYTES)
             with archive.open("meta.npy", "w") as file:
                 np.lib.format.write_array(file, np.array(json.dumps(meta, sort_keys=True)), allow_pickle=False)
+
+    def finish(self, meta: dict[str, Any], target: Path | None) -> RoutingTrace:
+        """Join the columns, read the trace, checked, and put the file where it belongs; the column files must be closed."""
+        finished = self.folder / "trace.npz"
+        self.join(finished, meta)
+        trace = load_trace(finished)
+        if target is not None:
+            os.replace(finished, target)
+        return trace
+
+
+@contextmanager
+def parts_beside(target: Path | None) -> Iterator[Parts]:
+    """Give columns in a folder beside the file that they will become, which is removed in the end.
+
+    Raises
+    ------
+    InputError
+        If the folder or a file in it cannot be written.
+    """
+    try:
+        folder = tempfile.mkdtemp(prefix=".moesim-capture-", dir=None if target is None else target.parent)
+        try:
+            yield Parts(Path(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        where = str(target or tempfile.gettempdir())
+        raise InputError("--out", expected="a writable file", got=error.strerror or str(error), where=where) from None
 
 
 def _tokenizer(folder: str | Path | None) -> Any:

@@ -6,8 +6,6 @@ Every token of a prompt is asked for output, because the engine's last layer see
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim.capture.files import Parts, prompts_of
+from moesim.capture.files import parts_beside, prompts_of
 from moesim.capture.llama_cpp import VERSION, LlamaCpp
 from moesim.errors import InputError
 from moesim.model_files.gguf_model import model_from_gguf
-from moesim.trace import RoutingTrace, load_trace
+from moesim.trace import DECODE, PREFILL, RoutingTrace
 
 TENSOR = "ffn_moe_topk-"
-PREFILL, DECODE = 0, 1
 
 
 def capture_gguf(
@@ -72,33 +69,29 @@ def capture_gguf(
         heard.clear()
         return np.stack(layers, axis=1).astype(np.int16)
 
-    folder = Path(tempfile.mkdtemp(prefix=".moesim-capture-", dir=out.parent))
-    try:
-        facts: list[dict[str, Any]] = []
-        threads = len(os.sched_getaffinity(0))
-        with LlamaCpp(model, context=longest + new_tokens, threads=threads, watch=lambda name: name.startswith(TENSOR), see=see) as llama:
-            with Parts(folder) as parts:
-                for number, (line, prompt) in enumerate(given):
-                    tokens = (llama.tokenize(prompt) if isinstance(prompt, str) else prompt)[:max_prompt]
-                    _check(tokens, llama.vocabulary, f"{prompts}:{line}")
-                    llama.rewind(0)
-                    scores = llama.decode(tokens, all_outputs=True)
-                    parts.append(rows(), None, number, 0, PREFILL)
-                    for made in range(new_tokens - 1):
-                        scores = llama.decode([int(scores.argmax())])
-                        parts.append(rows(), None, number, len(tokens) + made, DECODE)
-                    facts.append({"seq_id": number, "prompt_tokens": len(tokens), "new_tokens": new_tokens})
-                    if progress is not None:
-                        progress(number + 1, parts.n_rows)
-            (n_layers, top_k), _ = parts.shape
+    threads = len(os.sched_getaffinity(0))
+    with parts_beside(out) as parts:
+        with (
+            LlamaCpp(model, context=longest + new_tokens, threads=threads, watch=lambda name: name.startswith(TENSOR), see=see) as llama,
+            parts,
+        ):
+            facts: list[dict[str, Any]] = []
+            for number, (line, prompt) in enumerate(given):
+                tokens = (llama.tokenize(prompt) if isinstance(prompt, str) else prompt)[:max_prompt]
+                _check(tokens, llama.vocabulary, f"{prompts}:{line}")
+                llama.rewind(0)
+                scores = llama.decode(tokens, all_outputs=True)
+                parts.append(rows(), None, number, 0, PREFILL)
+                for made in range(new_tokens - 1):
+                    scores = llama.decode([int(scores.argmax())])
+                    parts.append(rows(), None, number, len(tokens) + made, DECODE)
+                facts.append({"seq_id": number, "prompt_tokens": len(tokens), "new_tokens": new_tokens})
+                if progress is not None:
+                    progress(number + 1, parts.n_rows)
+        (n_layers, top_k), _ = parts.shape
         meta = {"model": spec.name, "n_layers": n_layers, "n_experts": spec.n_experts, "top_k": top_k, "new_tokens": new_tokens,
                 "captured_by": f"moesim trace capture (llama.cpp in xllamacpp {VERSION})", "sequences": facts, "notes": []}  # fmt: skip
-        parts.join(folder / "trace.npz", meta)
-        trace = load_trace(folder / "trace.npz")
-        os.replace(folder / "trace.npz", out)
-        return trace
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        return parts.finish(meta, out)
 
 
 def _check(tokens: Sequence[int], vocabulary: int, where: str) -> None:
