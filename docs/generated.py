@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import figures
-import typer
 from typer.testing import CliRunner
 
-from moesim.cli.main import COMMANDS, app
+from moesim.cli.main import COMMANDS, app, command_paths
 from moesim.schema import schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,22 +28,15 @@ def fill(text: str, depth: int) -> str:
 
 def commands(_what: str, _depth: int) -> str:
     """Help of every command, as the program prints it."""
-    out = []
-    for path in _paths(typer.main.get_command(app), ()):
+    out, group = [], ""
+    for path in command_paths():
         help_text = CliRunner().invoke(app, [*path, "--help"], terminal_width=86, prog_name="moesim", catch_exceptions=False).output
         level = "##" if len(path) == 1 else "###"
-        if len(path) == 2 and path[1] == "info":
+        if len(path) == 2 and path[0] != group:
             out.append(f"## {path[0]}\n\n{COMMANDS[path[0]][1]}\n")
+        group = path[0]
         out.append(f"{level} {' '.join(path)}\n\n```text\n{help_text.rstrip()}\n```\n")
     return "\n".join(out)
-
-
-def _paths(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    names = command.list_commands(None) if hasattr(command, "list_commands") else []
-    for name in names:
-        yield from _paths(command.get_command(None, name), (*path, name))
-    if not names:
-        yield path
 
 
 def keys(kind: str, _depth: int) -> str:

@@ -145,13 +145,15 @@ class CostModel:
     def alone_s(self, work: Work) -> float:
         """Return how long one work takes with every channel to itself, seconds."""
         price = self.price(work)
-        limits = [c / s for c, s in zip(self.capacity.tolist(), price.shares, strict=True) if s > 0]
-        return price.latency_s + (price.volume / min([price.cap, *limits]) if price.volume > 0 else 0.0)
+        return price.latency_s + (price.volume / self._rate(price) if price.volume > 0 else 0.0)
+
+    def _rate(self, price: Price) -> float:
+        """Volume per second with every channel to itself."""
+        return float(min([price.cap, *(c / s for c, s in zip(self.capacity.tolist(), price.shares, strict=True) if s > 0)]))
 
     def _beside_others(self, lane: str, price: Price) -> Price:
         """The same cost in the unit of a lane that interferes with others, and its draw on what it shares with them."""
-        rate = min([price.cap, *(c / s for c, s in zip(self.capacity.tolist(), price.shares, strict=True) if s > 0)])
-        unit = self._unit[lane]
+        rate, unit = self._rate(price), self._unit[lane]
         shares = [s * rate / unit for s in price.shares]
         for pair, (a, b) in self._pairs.items():
             if lane in pair:

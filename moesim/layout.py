@@ -226,12 +226,15 @@ class Layout(Places):
 
     def kv_of_sequence(self, tier: str) -> tuple[int, int]:
         """Bytes of one sequence in a tier: per token of context, and whatever the context is (windows, recurrent states)."""
-        model, most = self.model, self.context_tokens
-        kinds, states_bytes = self._kv_kinds[tier]
-        grows = sum(size for layer, size in kinds if model.kv_tokens(layer, 2**40) == 2**40)
-        return grows, states_bytes + sum(
-            min(model.kv_tokens(layer, 2**40), most) * size for layer, size in kinds if model.kv_tokens(layer, 2**40) < 2**40
-        )
+        kinds, fixed = self._kv_kinds[tier]
+        grows, endless = 0, 2**40
+        for layer, size in kinds:
+            tokens = self.model.kv_tokens(layer, endless)
+            if tokens == endless:
+                grows += size
+            else:
+                fixed += min(tokens, self.context_tokens) * size
+        return grows, fixed
 
     def kv_bytes(self, tier: str, context_tokens: int) -> int:
         """Bytes of the KV cache (and recurrent state) of all sequences in one tier at a context."""

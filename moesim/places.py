@@ -150,11 +150,12 @@ class Places:
 
     def _owned(self, layer: int, tier: str) -> int:
         """Experts of a layer that devices of a tier own."""
-        return sum(self.tier_of(self.owner(layer, expert)) == tier for expert in range(self.model.n_experts))
+        devices, n = self.owners[layer], self.model.n_experts
+        return sum(len(range(k, n, len(devices))) for k, device in enumerate(devices) if self.tier_of(device) == tier)
 
     def route(self, source: str, target: str) -> tuple[str, ...]:
         """Return the links from one tier to another: the one between them, or by way of main memory where there is none."""
-        direct = [name for name, link in self.hardware.links.items() if (link.source, link.target) == (source, target)]
+        direct = any((link.source, link.target) == (source, target) for link in self.hardware.links.values())
         if direct or self.main_tier in (source, target):
             return (self.link(source, target),)
         return self.link(source, self.main_tier), self.link(self.main_tier, target)

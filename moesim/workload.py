@@ -7,7 +7,7 @@ chained, repeated or borrowed is stated by the scenario and returned as provenan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +60,13 @@ class MixedStep:
     @property
     def parts(self) -> list[tuple[int, int, int]]:
         """(sequences, new tokens of each, context that counts them too) of sequences that are alike in this step."""
-        alike = Counter(zip(self.new, self.context, strict=True))
-        return [(count, new, context + new) for (new, context), count in alike.items()]
+        return alike(self.new, self.context)
+
+
+def alike(new: Iterable[int], context: Iterable[int]) -> list[tuple[int, int, int]]:
+    """(sequences, new tokens of each, context that counts them too) of sequences by their new tokens and the context before them."""
+    counts = Counter(zip(new, context, strict=True))
+    return [(count, more, before + more) for (more, before), count in counts.items()]
 
 
 @dataclass(frozen=True, slots=True)

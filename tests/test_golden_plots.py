@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -58,17 +59,20 @@ def full_memory(figure: Figure) -> None:
         plots.memory_watermark(simulate(case), "vram", figure.subplots())
 
 
+@cache
 def trace() -> RoutingTrace:
     rng = np.random.default_rng(5)
     return from_popularity(rng.gamma(0.5, size=(3, 12)) + 0.01, 2, 160, rng, n_sequences=4)
 
 
+@cache
 def answer() -> WhatIf:
     with TemporaryDirectory() as folder:
         path = write_scenario(Path(folder))
         return whatif(load_case(path), path, vary=("ssd.bandwidth=1..14GB/s",), draws=32, points=7, quick=True)
 
 
+@cache
 def swept() -> Any:
     from sweep_cases import write_sweep
 

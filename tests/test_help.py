@@ -5,28 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from moesim.cli.main import app
-
-PROGRAM = typer.main.get_command(app)
+from moesim.cli.main import app, command_paths
 
 
-def commands(command: Any = PROGRAM, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """All commands that do something, by the words that call them."""
-    names = command.list_commands(None) if hasattr(command, "list_commands") else []
-    for name in names:
-        yield from commands(command.get_command(None, name), (*path, name))
-    if not names:
-        yield path
-
-
-@pytest.mark.parametrize("path", list(commands()), ids=" ".join)
+@pytest.mark.parametrize("path", list(command_paths()), ids=" ".join)
 def test_help_fits_one_screen_and_has_an_example(path: tuple[str, ...]) -> None:
     done = CliRunner().invoke(app, [*path, "--help"], terminal_width=100, prog_name="moesim")
     assert done.exit_code == 0 and len(done.output.splitlines()) <= 40

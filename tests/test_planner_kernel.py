@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from planner_cases import Drawn, case, machine, model, real_model, trace
+from planner_draws import draw_shape, one_of
 
 from moesim.errors import InputError
 from moesim.planner import Planner
@@ -21,49 +22,19 @@ from moesim.simulate import Case, load_case
 HEALTH = [*HealthCheck]
 few = settings(max_examples=150, deadline=None, suppress_health_check=HEALTH)
 nightly = settings(max_examples=3000, deadline=None, suppress_health_check=HEALTH)
-one_of = st.sampled_from
 
 
 @st.composite
 def covered(draw: st.DrawFn) -> Drawn:
     """A random scenario of the kind that the kernel covers; combinations that the layout refuses are left out."""
-    n_layers, n_experts = draw(st.integers(1, 4)), draw(st.integers(2, 7))
-    top_k = draw(st.integers(1, min(3, n_experts)))
     batch, output = draw(one_of([1, 1, 2, 3])), draw(st.integers(0, 12))
     prompt = draw(one_of([0, 0, 3, 5])) if output else 4
-    moe = sorted(draw(st.sets(st.integers(0, n_layers - 1), min_size=1)))
-    layers = ",".join(map(str, moe)) if draw(st.booleans()) else "all"
-    experts = {"n_experts": n_experts, "top_k": top_k, "layers": layers, "n_shared": draw(one_of([0, 0, 1]))}
-    window = {"kind": "sliding", "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "window": 4}
-    sliding = [{"layers": "0", "attention": window}] if draw(st.booleans()) else []
-    declared = draw(one_of([True, False, False]))
-    of = model(n_layers, n_experts, top_k, attention_overrides=sliding) if declared else real_model(
-        n_layers, experts=experts, dense_ffn={"intermediate_size": 8}, attention_overrides=sliding
-    )  # fmt: skip
-    n_moe = n_layers if declared or layers == "all" else len(moe)
     rows = prompt + output + 1
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    liked = rng.random((n_moe, n_experts)) + draw(one_of([0.0, 0.5]))
-    ids = np.array([[rng.choice(n_experts, top_k, replace=False, p=p / p.sum()) for p in liked] for _ in range(2 * batch * rows)], np.int16)
-    ids[rng.random(ids.shape[:2]) < draw(one_of([0.0, 0.0, 0.2]))] = -1
-    routing = trace(ids, seq=[t // rows for t in range(2 * batch * rows)], prompt=prompt, n_experts=n_experts)
-    vram = draw(one_of([None, 4_000, 20_000, 100_000]))
-    on = machine(vram, draw(one_of([9_000, 100_000])), vram is None or draw(st.booleans()), fast=draw(st.booleans()))
-    policy = draw(one_of(["lru", "lfu", "static"]))
-    top = {
-        "hold": draw(one_of(["fit", "50 %", *range(n_experts + 1)])), "policy": policy, "warm": draw(st.booleans()),
-        "transient_slots": draw(one_of([0, 1, 3, 6])) if policy == "static" else 0,
-    }  # fmt: skip
-    pools = {"unified": top} if vram is None else {"vram": top, "ram": {"hold": "all"}}
-    precision: dict[str, Any] = {"default": "raw-int8", "kv": "raw-int8"}
-    if policy != "static" and draw(st.booleans()):
-        precision["overrides"] = [{"part": "routed_experts", "layers": "0", "format": "raw-int4"}]
-    placement: dict[str, Any] = {}
-    if draw(one_of([False, False, True])):  # whole layers on the CPU: hidden states are copied over and back where memories differ
-        placement["layers"] = [{"layers": "0", "part": part, "device": "cpu"} for part in ("attention", "routed_experts")]
+    shape = draw_shape(draw, 2 * batch * rows)
+    routing = trace(shape.ids, seq=[t // rows for t in range(2 * batch * rows)], prompt=prompt, n_experts=shape.n_experts)
     prefetch = {
         "predictor": draw(one_of(["none", "oracle", "popularity", "previous", "cooccurrence", "linear", "gate-lookahead"])),
-        "distance": draw(st.integers(1, n_moe)), "threshold": draw(one_of([0.0, 0.0, 0.3])), "recall": 0.7,
+        "distance": draw(st.integers(1, shape.n_moe)), "threshold": draw(one_of([0.0, 0.0, 0.3])), "recall": 0.7,
     }  # fmt: skip
     memory = {
         "kv": draw(one_of(["maximum", "live", "paged"])), "kv_block_tokens": 4, "arena": draw(one_of(["grown", "maximum"])),
@@ -71,7 +42,7 @@ def covered(draw: st.DrawFn) -> Drawn:
     }  # fmt: skip
     try:
         it = case(
-            routing, on=on, of=of, precision=precision, placement=placement, pools=pools, trace={"train_fraction": draw(one_of([0.0, 0.5]))},
+            routing, **shape.parts, trace={"train_fraction": draw(one_of([0.0, 0.5]))},
             prefetch=prefetch, memory=memory, lanes=draw(one_of(["fifo", "priority"])),
             workload={"batch": batch, "prompt_tokens": prompt, "output_tokens": output, "prefill_chunk": draw(st.integers(1, 4))},
             pipeline={"hidden_states": draw(one_of(["shared", "staged"]))},

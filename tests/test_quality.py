@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="quality is measured on real models: pip install 'moesim[capture]'")
+torch = pytest.importorskip("torch", reason="quality is measured on real models: pip install 'moesim[quality]'")
 
 from moesim.errors import InputError  # noqa: E402
 from moesim.precision import PrecisionPlan, plan_from  # noqa: E402
@@ -24,7 +24,7 @@ from moesim.quality.search import Costs, assign, path_of, plan_of, steps_of  # n
 from moesim.quality.sensitivity import units_of  # noqa: E402
 from moesim.quality.store import Results  # noqa: E402
 from moesim.quality.study import Study, hit_rates  # noqa: E402
-from moesim.quality.subject import TinyMoe, load_subject, weight_of  # noqa: E402
+from moesim.quality.subject import TinyMoe, load_subject, weights_in  # noqa: E402
 from moesim.quality.text import Text, read_token_file, windows_of  # noqa: E402
 from moesim.quality.tune import tune, weights_of  # noqa: E402
 from moesim.scenario import Scenario  # noqa: E402
@@ -63,7 +63,7 @@ def as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
     subject = request.getfixturevalue("tiny")
     own = originals(subject)
     yield
-    assert all(torch.equal(weight_of(subject, site), own[site.key]) for site in subject.sites)
+    assert all(torch.equal(weights_in(subject)[site.key], own[site.key]) for site in subject.sites)
 
 
 # ---- texts
@@ -133,18 +133,23 @@ def test_a_format_that_cannot_be_held_is_refused(tiny: TinyMoe, heard: Any) -> N
 # ---- what is computed
 
 
-def test_scales_that_are_folded_change_nothing_by_themselves(tiny: TinyMoe, heard: Any) -> None:
-    """With float formats nothing is rounded: the scaled model is the model. A wrong fold (of a group's heads, say) would show."""
-    own = originals(tiny)
-    rng = torch.Generator().manual_seed(0)
-    weights = {key: w.clone() for key, w in own.items()}
-    for fold in folds(tiny):
-        n = int(fold.made_by.max()) + 1
-        scale = torch.rand(n, generator=rng) + 0.5
+def rescaled(subject: Any, own: dict[str, torch.Tensor], rng: torch.Generator) -> dict[str, torch.Tensor]:
+    """A model's weights with a random scale in every fold: in its users, and out of what makes their input."""
+    weights = dict(own)
+    for fold in folds(subject):
+        scale = torch.rand(int(fold.made_by.max()) + 1, generator=rng) + 0.5
         for site in fold.users:
             weights[site.key] = weights[site.key] * scale[fold.made_by]
         made = weights[fold.maker.key]
         weights[fold.maker.key] = made / scale if fold.maker.part == "norms" else made / scale[:, None]
+    return weights
+
+
+def test_scales_that_are_folded_change_nothing_by_themselves(tiny: TinyMoe, heard: Any) -> None:
+    """With float formats nothing is rounded: the scaled model is the model. A wrong fold (of a group's heads, say) would show."""
+    own = originals(tiny)
+    rng = torch.Generator().manual_seed(0)
+    weights = rescaled(tiny, own, rng)
     tokens = torch.arange(1, 65)[None]
     with torch.no_grad():
         before = tiny.run(tokens)
@@ -384,7 +389,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def folder_of(name: str, path: Path) -> Path:
-    transformers = pytest.importorskip("transformers", reason="these models need transformers: pip install 'moesim[capture]'")
+    transformers = pytest.importorskip("transformers", reason="these models need transformers: pip install 'moesim[quality]'")
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**(COMMON | ARCHITECTURES[name])))
     with torch.no_grad():
@@ -434,14 +439,7 @@ def test_transformers_models(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_folded_scales_leave_transformers_models_as_they_are(name: str, tmp_path: Path) -> None:
     subject = load_subject(str(folder_of(name, tmp_path)))
-    weights = originals(subject)
-    rng = torch.Generator().manual_seed(1)
-    for fold in folds(subject):
-        scale = torch.rand(int(fold.made_by.max()) + 1, generator=rng) + 0.5
-        for site in fold.users:
-            weights[site.key] = weights[site.key] * scale[fold.made_by]
-        made = weights[fold.maker.key]
-        weights[fold.maker.key] = made / scale if fold.maker.part == "norms" else made / scale[:, None]
+    weights = rescaled(subject, originals(subject), torch.Generator().manual_seed(1))
     tokens = torch.arange(2, 30)[None]
     with torch.no_grad():
         before = subject.run(tokens)
@@ -460,7 +458,7 @@ def test_adapters_of_a_transformers_model_are_tuned(tmp_path: Path, monkeypatch:
     start = quantise(subject, plan_from({"default": "int2-g64", "adapters": {"rank": 2, "experts": 2}}), calibrate(subject, words(4, 0)))
     tuned = tune(subject, start, words(4, 0), words(2, 2))
     assert tuned.adapters.keys() == start.adapters.keys()
-    assert all(torch.equal(weight_of(subject, site), own[site.key]) for site in subject.sites)
+    assert all(torch.equal(weights_in(subject)[site.key], own[site.key]) for site in subject.sites)
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

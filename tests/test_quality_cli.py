@@ -11,8 +11,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-torch = pytest.importorskip("torch", reason="moesim quality runs real models: pip install 'moesim[capture]'")
-pytest.importorskip("transformers", reason="the model of these tests is one of transformers: pip install 'moesim[capture]'")
+torch = pytest.importorskip("torch", reason="moesim quality runs real models: pip install 'moesim[quality]'")
+pytest.importorskip("transformers", reason="the model of these tests is one of transformers: pip install 'moesim[quality]'")
 
 from test_quality import folder_of  # noqa: E402
 

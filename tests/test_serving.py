@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,7 @@ def test_a_mixed_step_loads_the_union_of_its_experts() -> None:
 # --- the curve
 
 
+@cache
 def curve() -> Saturation:
     case, _ = load()
     return saturation(case, [300.0, 3000.0, 30000.0], [1, 4], debug=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from planner_cases import Drawn, case, machine, model, real_model, trace
+from planner_cases import Drawn, case, trace
+from planner_draws import draw_shape, one_of
 
 from moesim.errors import InputError
 from moesim.planner.fast_mixed import CompiledMixedPlanner
@@ -20,45 +20,15 @@ from moesim.workload import DECODE, PREFILL, MixedStep
 
 few = settings(max_examples=120, deadline=None, suppress_health_check=[*HealthCheck])
 nightly = settings(max_examples=3000, deadline=None, suppress_health_check=[*HealthCheck])
-one_of = st.sampled_from
 
 
 @st.composite
 def served(draw: st.DrawFn) -> tuple[Drawn, list[list[MixedStep]]]:
     """A random scenario of the kind that the kernels cover, and fragments of random steps."""
-    n_layers, n_experts = draw(st.integers(1, 4)), draw(st.integers(2, 7))
-    top_k = draw(st.integers(1, min(3, n_experts)))
-    moe = sorted(draw(st.sets(st.integers(0, n_layers - 1), min_size=1)))
-    layers = ",".join(map(str, moe)) if draw(st.booleans()) else "all"
-    experts = {"n_experts": n_experts, "top_k": top_k, "layers": layers, "n_shared": draw(one_of([0, 0, 1]))}
-    window = {"kind": "sliding", "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "window": 4}
-    sliding = [{"layers": "0", "attention": window}] if draw(st.booleans()) else []
-    declared = draw(one_of([True, False]))
-    of = model(n_layers, n_experts, top_k, attention_overrides=sliding) if declared else real_model(
-        n_layers, experts=experts, dense_ffn={"intermediate_size": 8}, attention_overrides=sliding
-    )  # fmt: skip
-    n_moe = n_layers if declared or layers == "all" else len(moe)
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    liked = rng.random((n_moe, n_experts)) + draw(one_of([0.0, 0.5]))
-    ids = np.array([[rng.choice(n_experts, top_k, replace=False, p=p / p.sum()) for p in liked] for _ in range(40)], np.int16)
-    ids[rng.random(ids.shape[:2]) < draw(one_of([0.0, 0.0, 0.2]))] = -1
-    vram = draw(one_of([None, 4_000, 20_000, 100_000]))
-    on = machine(vram, draw(one_of([9_000, 100_000])), vram is None or draw(st.booleans()), fast=draw(st.booleans()))
-    policy = draw(one_of(["lru", "lfu", "static"]))
-    top = {
-        "hold": draw(one_of(["fit", "50 %", *range(n_experts + 1)])), "policy": policy, "warm": draw(st.booleans()),
-        "transient_slots": draw(one_of([0, 1, 3, 6])) if policy == "static" else 0,
-    }  # fmt: skip
-    pools = {"unified": top} if vram is None else {"vram": top, "ram": {"hold": "all"}}
-    precision: dict[str, Any] = {"default": "raw-int8", "kv": "raw-int8"}
-    if policy != "static" and draw(st.booleans()):
-        precision["overrides"] = [{"part": "routed_experts", "layers": "0", "format": "raw-int4"}]
-    placement: dict[str, Any] = {}
-    if draw(one_of([False, False, True])):
-        placement["layers"] = [{"layers": "0", "part": part, "device": "cpu"} for part in ("attention", "routed_experts")]
+    shape = draw_shape(draw, 40)
     try:
         it = case(
-            trace(ids, seq=[t // 10 for t in range(40)], prompt=5, n_experts=n_experts), on=on, of=of, precision=precision, placement=placement, pools=pools,
+            trace(shape.ids, seq=[t // 10 for t in range(40)], prompt=5, n_experts=shape.n_experts), **shape.parts,
             granularity=draw(one_of(["layer", "layer", "expert"])), lanes=draw(one_of(["fifo", "priority"])),
             memory={"kv": draw(one_of(["maximum", "live", "paged"])), "arena": draw(one_of(["grown", "maximum"]))},
             workload={"batch": 4, "prompt_tokens": 4, "output_tokens": 1, "prefill_chunk": 4}, pipeline={"hidden_states": draw(one_of(["shared", "staged"]))},
@@ -68,6 +38,7 @@ def served(draw: st.DrawFn) -> tuple[Drawn, list[list[MixedStep]]]:
     except InputError:
         assume(False)
         raise
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
     fragments: list[list[MixedStep]] = []
     index = 0
     for n_steps in draw(st.lists(st.integers(1, 4), min_size=1, max_size=5)):

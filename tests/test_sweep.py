@@ -310,7 +310,9 @@ axes:
         assert words[:3] == ["moesim", "run", "scenario.yaml"]
         sets = tuple(word for word in words[3:] if word != "--set")
         assert row.record == json.loads(json.dumps(record(simulate(load_case(tmp_path / "scenario.yaml", sets)))))
-        assert row.record["provenance"]["set"] == [it for it in sets if not it.startswith("engine=")] and found.point(i)["command"] == found.command(i)
+        assert row.record["provenance"]["set"] == [it for it in sets if not it.startswith("engine=")] and found.point(i)[
+            "command"
+        ] == found.command(i)
     assert found.best is not None and load_scenario(tmp_path / "scenario.yaml", sets)[0].hardware_scale == {"ssd": 2}
 
 

@@ -13,9 +13,8 @@ from benchmarks.thirdparty.models import SHAPES, Shape
 from moesim.capture.llama_cpp import VERSION
 from moesim.hardware import HardwareProfile, load_hardware
 
-MIB, GIB, GB = 2**20, 2**30, 1e9
+GIB, GB = 2**30, 1e9
 HOST = "this machine"
-MICRO_BATCH = 512
 # The engine's prebuilt library has kernels for AVX2 at most, whatever the processor offers.
 SIMD = "avx2"
 
@@ -99,7 +98,7 @@ def _run(number: int, entry: dict[str, Any]) -> dict[str, Any]:
         "bits_per_weight": round(bits, 4), "bpw_prov": "file", "engine": "llama.cpp", "engine_family": "llama.cpp", "engine_version": VERSION,
         "machine": _machine(entry), "offload_kind": "ssd" if limit else "cpu_only", "moe_layers_on_cpu": shape.layers, "moe_layers_on_cpu_prov": "reported",
         "moe_layers_total": shape.layers, "host_weights_over_ram": round(entry["bytes"] / limit, 3) if limit else "", "threads": entry["threads"],
-        "kv_type": entry["kv"], "flash_attn": "" if entry["flash"] is None else int(entry["flash"]), "n_ubatch": MICRO_BATCH, "ctx_size": entry["context"],
+        "kv_type": entry["kv"], "flash_attn": "" if entry["flash"] is None else int(entry["flash"]), "n_ubatch": entry["micro_batch"], "ctx_size": entry["context"],
         "depth_n_kv": entry["depth"], "prompt_tokens": entry["prompt"] or "", "gen_tokens": entry["tokens"], "concurrency": 1, "includes_prompt_time": 0,
         "flags": "" if entry["repack"] else "no-repack", "quality": "A",
     }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 from moesim import resources
 from moesim.architecture import FullAttention, LinearAttention, MlaAttention
-from moesim.attained import as_executed, as_found, attain
+from moesim.backtest.attained import as_executed, as_found, attain
 from moesim.backtest.data import METRICS, FieldRuns, Row
 from moesim.backtest.machine import Machine, machine_of, profile_of
 from moesim.backtest.model import model_of

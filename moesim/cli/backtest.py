@@ -11,8 +11,7 @@ from moesim.backtest import backtest as run_backtest
 from moesim.backtest.ablation import ablate
 from moesim.backtest.data import read_field_runs
 from moesim.backtest.memory import predict_memory
-from moesim.cli.options import Format, Output, check_target, note, say
-from moesim.errors import InputError
+from moesim.cli.options import Format, Output, check_target, note, say, writing
 from moesim.report import backtest as field_report
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
@@ -39,10 +38,8 @@ def backtest(
     if plot is not None:
         from moesim.plots import backtest as plots_field  # matplotlib takes longer to import than most answers take
 
-        try:
+        with writing(plot, "--plot"):
             plots_field.save_backtest(run, plot)
-        except OSError as error:
-            raise InputError("--plot", expected="a writable file", got=error.strerror or str(error), where=str(plot)) from None
     printers = {
         Format.text: field_report.text,
         Format.json: field_report.json,

@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -67,6 +67,19 @@ class LazyGroup(TyperGroup):
 
 EXAMPLES = "Example: moesim run quickstart --set workload.output_tokens=32 --plot run.png"
 app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def command_paths() -> Iterator[tuple[str, ...]]:
+    """All commands that do something, by the words that call them."""
+    return _paths(typer.main.get_command(app), ())
+
+
+def _paths(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    names = command.list_commands(None) if hasattr(command, "list_commands") else []
+    for name in names:
+        yield from _paths(command.get_command(None, name), (*path, name))
+    if not names:
+        yield path
 
 
 def _version(wanted: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -90,7 +91,14 @@ def check_target(path: Path, option: str, suffix: str) -> Path:
 
 def write(path: Path, text: str, option: str) -> None:
     """Write a text file, or raise an InputError that names it."""
-    try:
+    with writing(path, option):
         path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Name the file and the option that asked for it in an InputError where it cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise InputError(option, expected="a writable file", got=error.strerror or str(error), where=str(path)) from None

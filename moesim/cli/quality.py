@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moesim.cli.options import Format, Output, check_target, note, say, write
+from moesim.cli.options import Format, Output, check_target, note, say, write, writing
 from moesim.cli.progress import Tick, progress
 from moesim.errors import InputError
 from moesim.precision import get_format
@@ -261,7 +261,5 @@ def _save(study: Study, measured: list[Measured], folder: Path) -> None:
 def _plot(data: dict[str, Any], path: Path) -> None:
     from moesim.plots import quality as plots_quality  # matplotlib takes a while to import
 
-    try:
+    with writing(path, "--plot"):
         plots_quality.plot_quality(data, path)
-    except OSError as error:
-        raise InputError("--plot", expected="a writable file", got=error.strerror or str(error), where=str(path)) from None

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moesim import perfetto, report
-from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, check_target, note, say, write
-from moesim.errors import EXIT_DOES_NOT_FIT, InputError
+from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, check_target, note, say, write, writing
+from moesim.errors import EXIT_DOES_NOT_FIT
 from moesim.simulate import Result, load_case, simulate
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
@@ -80,7 +80,5 @@ def _plot(result: Result, path: Path) -> None:
         return
     from moesim import plots  # matplotlib takes longer to import than most runs take
 
-    try:
+    with writing(path, "--plot"):
         plots.plot_run(result, path)
-    except OSError as error:
-        raise InputError("--plot", expected="a writable file", got=error.strerror or str(error), where=str(path)) from None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moesim.cli.options import Assignments, Format, Machine, Output, check_target, note, say
+from moesim.cli.options import Assignments, Format, Machine, Output, check_target, note, say, writing
 from moesim.cli.run import progress
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.report import serving as report_serving
@@ -76,7 +76,5 @@ def _plot(curve: Saturation, path: Path) -> None:
         return
     from moesim.plots import serving as plots_serving  # matplotlib takes a while to import
 
-    try:
+    with writing(path, "--plot"):
         plots_serving.plot_serving(curve, path)
-    except OSError as error:
-        raise InputError("--plot", expected="a writable file", got=error.strerror or str(error), where=str(path)) from None

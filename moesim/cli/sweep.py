@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from moesim.cli.options import Format, Output, bundled, check_target, note, say
+from moesim.cli.options import Format, Output, bundled, check_target, note, say, writing
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.report import sweep as report_sweep
 from moesim.sweep import Sweep, plan_sweep, sweep
@@ -124,7 +124,5 @@ def _plot(found: Sweep, path: Path) -> None:
         return
     from moesim.plots import sweep as plots_sweep  # matplotlib takes a while to import
 
-    try:
+    with writing(path, "--plot"):
         plots_sweep.plot_sweep(found, path)
-    except OSError as error:
-        raise InputError("--plot", expected="a writable file", got=error.strerror or str(error), where=str(path)) from None

@@ -13,7 +13,7 @@ from moesim.capture import capture, load_model
 from moesim.capture.files import prompts_of, read_prompts
 from moesim.capture.gguf import capture_gguf
 from moesim.capture.server import TIMEOUT_S, capture_server
-from moesim.cli.options import ListFormat, ListOutput, bundled, check_target, note, say
+from moesim.cli.options import ListFormat, ListOutput, bundled, check_target, note, say, writing
 from moesim.errors import InputError
 from moesim.fetch import REGISTRY, fetch, find_public, is_cached
 from moesim.profile import RoutingProfile
@@ -123,10 +123,8 @@ def plot_command(
         note(f"replaying caches over {min(found.n_rows, rows):,} tokens of {found.n_layers} layers ...")
     from moesim.plots.trace import plot_trace  # matplotlib is slow to import, and the other commands do without
 
-    try:
+    with writing(out, "--out"):
         plot_trace(found, out, rows)
-    except OSError as error:
-        raise InputError("--out", expected="a writable file", got=error.strerror or str(error), where=str(out)) from None
     say(str(out))
 
 

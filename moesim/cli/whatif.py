@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, check_target, note, say
+from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, check_target, note, say, writing
 from moesim.cli.run import progress
-from moesim.errors import EXIT_DOES_NOT_FIT, InputError
+from moesim.errors import EXIT_DOES_NOT_FIT
 from moesim.report import whatif as report_whatif
 from moesim.simulate import load_case
 from moesim.whatif import DRAWS, POINTS, WhatIf, whatif
@@ -60,7 +60,5 @@ def _plot(answer: WhatIf, path: Path) -> None:
         return
     from moesim.plots import whatif as plots_whatif  # matplotlib takes a while to import
 
-    try:
+    with writing(path, "--plot"):
         plots_whatif.plot_whatif(answer, path)
-    except OSError as error:
-        raise InputError("--plot", expected="a writable file", got=error.strerror or str(error), where=str(path)) from None

@@ -8,7 +8,7 @@ biases) and the embedding table are bf16 whatever the plan says. It must not kno
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -111,6 +111,22 @@ class RandomWeights:
         return None
 
 
+_TINYMOE = {"attention_norm": "norm1", "ffn_norm": "norm2", "router": "router", "q": "attn.q", "k": "attn.k", "v": "attn.v", "o": "attn.o"}
+_TINYMOE_OUTSIDE = {"embed": "embed", "head": "head", "final_norm": "norm"}  # of all layers
+
+
+def tinymoe_name(spec: TensorSpec) -> str:
+    """Return the name of the bundled small model's module that holds a tensor (experts apart)."""
+    return _TINYMOE_OUTSIDE[spec.matrix] if spec.layer < 0 else f"layers.{spec.layer}.{_TINYMOE[spec.matrix]}"
+
+
+def need_files(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a folder of the bundled small model that lacks a file; wheels do not bring its weights."""
+    for name in names:
+        if not (folder / name).is_file():
+            raise InputError("tinymoe", expected=f"{name} in {folder}", got="no such file", fix="use a checkout of the project")
+
+
 class TinyMoeWeights:
     """The bundled small model: weights, and the text that its trace was recorded on.
 
@@ -125,21 +141,8 @@ class TinyMoeWeights:
         If one of them is missing.
     """
 
-    _NAMES = {
-        "attention_norm": "norm1",
-        "ffn_norm": "norm2",
-        "router": "router",
-        "q": "attn.q",
-        "k": "attn.k",
-        "v": "attn.v",
-        "o": "attn.o",
-    }
-    _OUTSIDE = {"embed": "embed", "head": "head", "final_norm": "norm"}
-
     def __init__(self, folder: Path) -> None:
-        for name in ("weights.safetensors", "config.json", "tinymoe.npz", "heldout.npz"):
-            if not (folder / name).is_file():
-                raise InputError("tinymoe", expected=f"{name} in {folder}", got="no such file", fix="use a checkout of the project")
+        need_files(folder, ("weights.safetensors", "config.json", "tinymoe.npz", "heldout.npz"))
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.router_shift = float(config["router_shift"])
         self.rope_theta, self.norm_eps = float(config["rope_theta"]), float(config["norm_eps"])
@@ -147,8 +150,7 @@ class TinyMoeWeights:
         self._tensors = _read_weights(folder / "weights.safetensors")
 
     def tensor(self, spec: TensorSpec) -> Tensor | None:
-        name = self._OUTSIDE[spec.matrix] if spec.layer < 0 else f"layers.{spec.layer}.{self._NAMES[spec.matrix]}"
-        return self._tensors[f"{name}.weight"].float().reshape(spec.rows, spec.cols)
+        return self._tensors[f"{tinymoe_name(spec)}.weight"].float().reshape(spec.rows, spec.cols)
 
     def expert(self, layer: int, expert: int, matrix: str) -> Tensor:
         return self._tensors[f"layers.{layer}.experts.{expert}.{matrix}.weight"].float()

@@ -16,7 +16,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def _facts(command: LlamaCommand, model: ModelSpec, machine: HardwareProfile, ru
     run = RunFacts(flags=frozenset(flags), latent=isinstance(model.attention, MlaAttention), mixed=places.mixed,
                    kv=command.cache_k, gpu=str(machine.devices[cards[0]].chip) if cards else "")  # fmt: skip
     flash = runtime.choose("flash", run) == "yes" if command.flash is None else command.flash
-    return RunFacts(flags=run.flags, latent=run.latent, mixed=run.mixed, kv=run.kv, gpu=run.gpu, flash=flash)
+    return replace(run, flash=flash)
 
 
 def _compressed(command: LlamaCommand, runtime: Runtime, run: RunFacts) -> bool:

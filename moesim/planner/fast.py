@@ -8,7 +8,7 @@ The first use after installation compiles for some seconds and caches the machin
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ from moesim.workload import Step, Steps
 
 STEPS_PER_FRAGMENT, ROWS_PER_FRAGMENT = 64, 4096  # a fragment ends where one of both is reached
 _POLICIES = {"static": pk.STATIC, "lru": pk.LRU, "lfu": pk.LFU}
-_TYPES = (  # kind, step, layer, expert, lane, step and layer of use, prefetch, slot, work; whether a load grew the arena
+TYPES = (  # kind, step, layer, expert, lane, step and layer of use, prefetch, slot, work; whether a load grew the arena
     np.int8, np.int32, np.int16, np.int16, np.int8, np.int32, np.int16, np.bool_, np.int32, np.int32, np.bool_,
 )  # fmt: skip
 _SOURCES = {"none": pk.NONE, "router": pk.ROUTER, "previous": pk.PREVIOUS, "both": pk.BOTH}
@@ -102,6 +102,13 @@ def _hops(layout: Layout, source: str, target: str) -> tuple[str, ...]:
     return (source,) if tiers[0] == tiers[1] else layout.route(*tiers)
 
 
+def merged(found: Iterable[Work], work: NDArray[Any]) -> tuple[tuple[Work, ...], NDArray[Any]]:
+    """Return the distinct ones of works, whose codes may differ though they are equal, and the column of tasks that counts in them."""
+    rows: dict[Work, int] = {}
+    merged = [rows.setdefault(it, len(rows)) for it in found]
+    return tuple(rows), np.array(merged, np.int32)[work] if len(rows) < len(merged) else work
+
+
 class CompiledPlanner(Planner):
     """A planner whose ``fragments`` are compiled where ``uncovered`` is empty, and the reference's elsewhere; see ``Planner``.
 
@@ -171,7 +178,7 @@ class CompiledPlanner(Planner):
         self._constant: dict[Work, int] = {}
         self._variants: dict[int, int] = {}  # by tokens of a step: its place in ``_codes``
         self._codes = np.zeros((0, n_layers, 5), np.int64)
-        self._heads: dict[int, tuple[int, int]] = {}  # by tokens that a step emits; all steps have as many sequences
+        self._heads: dict[tuple[int, int], tuple[int, int]] = {}  # by tokens that a step emits, and its sequences
         layers[: len(self.moe), pk.LAYER] = self.moe
         for layer, device in enumerate(layout.attention_device):
             layers[layer, pk.LANE] = self.lane[device]
@@ -289,11 +296,12 @@ class CompiledPlanner(Planner):
 
     def _ends(self, emits: int, sequences: int) -> tuple[int, int]:
         """Work codes of the head of a step and of the copy before it (-1: none)."""
-        if emits not in self._heads:
+        key = emits, sequences
+        if key not in self._heads:
             lane = self._run[pk.HEAD_COPY_LANE]
             copied = self._code(self.works.copy(self.lanes[lane].name, sequences)) if lane >= 0 else -1
-            self._heads[emits] = self._code(self.works.head(emits)), copied
-        return self._heads[emits]
+            self._heads[key] = self._code(self.works.head(emits)), copied
+        return self._heads[key]
 
     def _room_for(self, table: Ints, n: int) -> tuple[int, int]:
         """The most tasks and the most accesses that ``n`` steps can have."""
@@ -306,7 +314,7 @@ class CompiledPlanner(Planner):
         seen = [*steps, upcoming] if upcoming is not None else steps
         table = self._steps_table(seen)
         most, most_used = self._room_for(table, len(steps))
-        taken: list[Any] = [np.empty(most, dtype) for dtype in _TYPES]
+        taken: list[Any] = [np.empty(most, dtype) for dtype in TYPES]
         deps: list[Any] = [np.empty(most + 1, np.int64), np.empty(3 * most, np.int64), np.empty(3 * most, np.int8)]
         access = np.empty((most_used, 6), np.int64)
         run = self._run
@@ -321,25 +329,26 @@ class CompiledPlanner(Planner):
         for column, length in zip((*taken, *deps, access), (*[n] * len(taken), n + 1, n_deps, n_deps, n_access), strict=True):
             column.resize((length, *column.shape[1:]), refcheck=False)  # gives back what was too much
         *columns, work, grew = taken
-        rows: dict[Work, int] = {}
-        merged = [rows.setdefault(it, len(rows)) for it in self._works_of(works[pk.CODE_OF_ROW, : run[pk.N_WORKS]].tolist(), steps)]
-        if len(rows) < len(merged):  # works of two codes may be equal
-            work = np.array(merged, np.int32)[work]
+        distinct, work = merged(self._works_of(works[pk.CODE_OF_ROW, : run[pk.N_WORKS]].tolist(), steps), work)
         table = table[: len(steps)]
         ends = np.empty((len(steps), 6), np.int64)
         ends[:, :3] = table[:, [pk.INDEX, pk.FIRST_TASK, pk.LAST_TASK]]
         ends[:, 3:] = [(step.phase, step.rows.size, step.emits) for step in steps]
         memory = self._memory(table, changes, grew, columns[2], int(first))
-        return Fragment(int(first), *[*columns, work, tuple(rows), *deps, memory, access, ends])
+        return Fragment(int(first), *[*columns, work, distinct, *deps, memory, access, ends])
 
     def _memory(
-        self, table: Ints, changes: Sequence[tuple[int, int, int, int]], grew: NDArray[np.bool_], layers: NDArray[np.int16], first: int
+        self, table: Ints, changes: Sequence[tuple[int, int, int, int]], grew: NDArray[Any], layers: NDArray[np.int16], first: int
     ) -> Ints:
-        """Memory that a KV cache takes when its step's first task starts, and a load that finds untouched room in a grown arena."""
+        """Memory that a KV cache takes when its step's first task starts, and loads that find untouched room in a grown arena.
+
+        ``grew`` (N,) counts experts that do, by task.
+        """
         kv = [(int(table[place, pk.FIRST_TASK]), 0, tier, line, delta) for place, tier, line, delta in changes]
         out = np.array(kv, np.int64).reshape(-1, 5)
         grown: Ints = np.flatnonzero(grew if self.loader.grown else [])
         if len(grown):
+            grown = np.repeat(grown, grew[grown].astype(np.intp))
             layer = layers[grown]
             rows = np.zeros((len(grown), 5), np.int64)
             rows[:, 0], rows[:, 2], rows[:, 3] = grown + first, self._layers[layer, pk.RING], self.loader.expert_line

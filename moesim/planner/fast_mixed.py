@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moesim.planner import kernel as pk
 from moesim.planner import layer_kernel as lk
-from moesim.planner.fast import CompiledPlanner, uncovered
+from moesim.planner.fast import TYPES, CompiledPlanner, merged, uncovered
 from moesim.planner.mixed import MOST_STEPS, MixedPlanner
-from moesim.schedule import Fragment, Ints, Work
+from moesim.schedule import Fragment, Work
 from moesim.workload import MixedStep
-
-_TYPES = (np.int8, np.int32, np.int16, np.int16, np.int8, np.int32, np.int16, np.bool_, np.int32, np.int32, np.int16)
 
 
 class CompiledMixedPlanner(CompiledPlanner, MixedPlanner):
@@ -56,14 +53,9 @@ class CompiledMixedPlanner(CompiledPlanner, MixedPlanner):
 
     # ---- works
 
-    def _ends(self, emits: int, sequences: int) -> tuple[int, int]:
-        lane = self._run[pk.HEAD_COPY_LANE]
-        if emits not in self._heads:
-            self._heads[emits] = self._code(self.works.head(emits)), -1
-        copied = self._code(self.works.copy(self.lanes[lane].name, sequences)) if lane >= 0 else -1
-        return self._heads[emits][0], copied
-
-    def _work(self, code: int, constant: Sequence[Work], met: Sequence[tuple[int, int, int]], steps: Sequence[MixedStep]) -> Work:
+    def _work(
+        self, code: int, constant: Sequence[Work], met: Sequence[tuple[int, int, int]], parts: Sequence[list[tuple[int, int, int]]]
+    ) -> Work:
         first_set = self._first_constant + len(constant)
         if code >= first_set:
             return self._layer_set_work(met[code - first_set])
@@ -71,7 +63,7 @@ class CompiledMixedPlanner(CompiledPlanner, MixedPlanner):
             return constant[code - self._first_constant]
         if code >= self._first_attention:
             place, which = divmod(code - self._first_attention, len(self._attention))
-            return self.works.attention_of(self._attention[which], steps[place].parts)
+            return self.works.attention_of(self._attention[which], parts[place])
         which, tokens = divmod(code, self.layout.most_tokens + 1)
         layer = self._ffn[which]
         return self.works.expert_pieces(self.layout.expert_device[layer], layer, tokens)[0]
@@ -106,7 +98,7 @@ class CompiledMixedPlanner(CompiledPlanner, MixedPlanner):
             first_row += step.tokens
         table = np.array(rows, np.int64)
         most, most_used = self._room_for(table, len(steps))
-        taken: list[Any] = [np.empty(most, dtype) for dtype in _TYPES]
+        taken: list[Any] = [np.empty(most, dtype) for dtype in (*TYPES[:-1], np.int16 if whole else np.bool_)]
         n_deps = most * 3 + (2 * most_used if whole else 0)
         deps: list[Any] = [np.empty(most + 1, np.int64), np.empty(n_deps, np.int64), np.empty(n_deps, np.int8)]
         access = np.empty((most_used, 6), np.int64)
@@ -124,37 +116,15 @@ class CompiledMixedPlanner(CompiledPlanner, MixedPlanner):
             tables = members, self._sets, met, self._seen
             lk.plan_layer_steps(lk.STAMP, len(steps), run, table, row_of, self._ids, *state, *tables, *taken, *deps)
         else:
-            taken[-1] = taken[-1].astype(np.bool_)
             pk.plan_steps(len(steps), run, table, row_of, self._ids, self._ahead, *state, *taken, *deps)
         n, used = int(run[pk.TASK] - first), int(run[pk.N_DEPS])
         *columns, work, grew = (column[:n] for column in taken)
         sets = [(int(a), int(b), int(c)) for a, b, c in met[: run[lk.N_SETS]].tolist()]
         constant = list(self._constant)
-        rows_of: dict[Work, int] = {}
-        merged = [
-            rows_of.setdefault(self._work(code, constant, sets, steps), len(rows_of)) for code in works[1, : run[pk.N_WORKS]].tolist()
-        ]
-        if len(rows_of) < len(merged):  # works of two codes may be equal
-            work = np.array(merged, np.int32)[work]
+        parts = [step.parts for step in steps]
+        distinct, work = merged((self._work(code, constant, sets, parts) for code in works[1, : run[pk.N_WORKS]].tolist()), work)
         facts = np.array([(step.phase, step.tokens, step.emits) for step in steps], np.int64)
-        memory = self._grown(table, changes, grew, columns[2], int(first))
+        memory = self._memory(table, changes, grew, columns[2], int(first))
         ends_of = np.column_stack([table[:, [pk.INDEX, pk.FIRST_TASK, pk.LAST_TASK]], facts])
         rest = memory, access[: run[pk.N_ACCESS]], ends_of, members[: run[lk.N_MEMBERS]]
-        return Fragment(int(first), *[*columns, work, tuple(rows_of), deps[0][: n + 1], deps[1][:used], deps[2][:used], *rest])
-
-    def _grown(
-        self, table: Ints, changes: Sequence[tuple[int, int, int, int]], grew: NDArray[Any], layers: NDArray[np.int16], first: int
-    ) -> Ints:
-        """``CompiledPlanner._memory`` where a load may grow the arena by several experts."""
-        kv = [(int(table[place, pk.FIRST_TASK]), 0, tier, line, delta) for place, tier, line, delta in changes]
-        out = np.array(kv, np.int64).reshape(-1, 5)
-        loads = np.flatnonzero(grew) if self.loader.grown else np.zeros(0, np.intp)
-        if not len(loads):
-            return out
-        loads = np.repeat(loads, grew[loads].astype(np.intp))
-        layer = layers[loads]
-        rows = np.zeros((len(loads), 5), np.int64)
-        rows[:, 0], rows[:, 2], rows[:, 3] = loads + first, self._layers[layer, pk.RING], self.loader.expert_line
-        rows[:, 4] = np.array(self.layout.expert_bytes)[layer]
-        out = np.concatenate([out, rows])
-        return out[np.argsort(out[:, 0], kind="stable")]
+        return Fragment(int(first), *[*columns, work, distinct, deps[0][: n + 1], deps[1][:used], deps[2][:used], *rest])

@@ -267,6 +267,19 @@ def _pass_in(pool, home, rings, e):
 
 
 @inner
+def _stay_or_pass(pool, home, rings, member):
+    """Let a member of the set be served now that is in its static pool, or for which there is a slot to pass through."""
+    e = member[EXPERT]
+    member[GREW] = 0
+    member[FRESH] = home[e, SLOT] == ABSENT
+    if member[FRESH] == 0:
+        member[TURN] = NOW
+    elif rings[pool[RING], FREE] > 0:
+        member[TURN] = NOW
+        member[WAIT] = _pass_in(pool, home, rings, e)
+
+
+@inner
 def _let_go(pool, home, rings, set_, all_):
     """Take back pins and transient slots of a layer use: of all, or of all but the layer-set; in the order in which they came."""
     kept = 0
@@ -306,17 +319,11 @@ def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, 
             member = set_[m]
             e = member[EXPERT]
             x = home[e]
-            member[GREW] = 0
             if not static:
                 _come(pool, home, member, set_[room], now)
                 room += member[FRESH] - member[GREW]
-            elif member[TURN] == WAITING:  # what is there, and as many strangers as have slots to pass through
-                member[FRESH] = x[SLOT] == ABSENT
-                if member[FRESH] == 0:
-                    member[TURN] = NOW
-                elif rings[pool[RING], FREE] > 0:
-                    member[TURN] = NOW
-                    member[WAIT] = _pass_in(pool, home, rings, e)
+            elif member[TURN] == WAITING:
+                _stay_or_pass(pool, home, rings, member)
             if member[TURN] == NOW and member[FRESH] > 0:
                 fast = i * (home.shape[0] - 1) + e < run[FAST_KEYS]
                 x[LOADED_BY] = _task(

@@ -203,14 +203,7 @@ def plan_layer_steps(
                     for m in range(n):
                         member = set_[m]
                         if member[pk.TURN] == pk.WAITING:
-                            member[pk.FRESH] = 1
-                            member[pk.GREW] = 0
-                            if home[member[pk.EXPERT], pk.SLOT] != pk.ABSENT:
-                                member[pk.TURN] = pk.NOW
-                                member[pk.FRESH] = 0
-                            elif rings[pool[pk.RING], pk.FREE] > 0:
-                                member[pk.TURN] = pk.NOW
-                                member[pk.WAIT] = pk._pass_in(pool, home, rings, member[pk.EXPERT])
+                            pk._stay_or_pass(pool, home, rings, member)
                 else:
                     at = pk._wave(run, pool, home, set_, at, n, index * run[pk.N_MOE] + i)
                 _load(run, pool, home, set_, works, columns, deps, members, sets, met, seen, layer, index, n, router)

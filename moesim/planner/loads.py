@@ -64,7 +64,7 @@ class Loader:
         self.pools: dict[str, TierPool] = {}
         self.passing: dict[str, Passing] = {}
         self.at_start: dict[str, int] = {}
-        self._kept_above: dict[str, set[int]] = {}  # by tier: what a static pool above keeps for good
+        self._kept_above: dict[str, set[int]] = {}  # by tier: what a static pool above keeps for good, and what others own
         taken: set[int] = set()
         for tier, plan in layout.pools.items():
             self._kept_above[tier] = taken | self._foreign(tier)
@@ -91,8 +91,13 @@ class Loader:
         """Experts that an upper tier does not hold, as devices of other tiers own them."""
         if tier == self.main:
             return set()
-        owner, n = self.layout.owner, self.n_experts
-        return {i * n + e for i, layer in enumerate(self.moe) for e in range(n) if self.layout.tier_of(owner(layer, e)) != tier}
+        n, out = self.n_experts, set[int]()
+        for i, layer in enumerate(self.moe):
+            devices = self.layout.owners[layer]
+            for k, device in enumerate(devices):  # expert e is owned by number e mod n
+                if self.layout.tier_of(device) != tier:
+                    out.update(range(i * n + k, (i + 1) * n, len(devices)))
+        return out
 
     def _pool(
         self, plan: PoolPlan, popularity: NDArray[np.int64], future: Callable[[], Iterable[tuple[int, list[int]]]], taken: set[int]

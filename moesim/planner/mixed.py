@@ -16,7 +16,7 @@ from moesim.errors import InputError
 from moesim.planner import Planner
 from moesim.planner.residency import Deps
 from moesim.schedule import Dep, Fragment, Kind, Work
-from moesim.workload import MixedStep
+from moesim.workload import MixedStep, alike
 
 MOST_STEPS = 32  # of a fragment
 
@@ -90,4 +90,4 @@ def parts_of(step: MixedStep, part: NDArray[np.int64]) -> list[tuple[int, int, i
     if len(part) == len(step.new):
         return step.parts
     new, context = ([column[i] for i in part] for column in (step.new, step.context))
-    return MixedStep(step.index, step.phase, step.rows, tuple(new), tuple(context), 0, {}).parts
+    return alike(new, context)

@@ -93,6 +93,11 @@ def plot_run(result: Result, path: str | Path) -> None:
     figure.savefig(path, format="png")
 
 
+def axes_of(ax: Axes | None, width_inches: float, height_inches: float) -> Axes:
+    """Return given axes, or new ones on a figure of their own."""
+    return ax if ax is not None else plt.subplots(figsize=(width_inches, height_inches), layout="constrained")[1]
+
+
 def finding(result: Result) -> str:
     """Return the title of a run's picture: what limits it, and by how much."""
     data = result.as_dict()
@@ -118,7 +123,7 @@ def lanes_over_time(result: Result, ax: Axes | None = None, steps: tuple[int, in
         First and last step, both included; without it a few decode steps in the middle of the run.
     """
     tasks, _ = _ran(result)
-    ax = ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0], SIZE_INCHES[1] / 2), layout="constrained")[1]
+    ax = axes_of(ax, SIZE_INCHES[0], SIZE_INCHES[1] / 2)
     first, last = steps or middle_steps(tasks)
     ends = np.concatenate([[0], tasks.end[tasks.steps[:, 2]]])
     if not 0 <= first <= last < len(tasks.steps):
@@ -168,7 +173,7 @@ def memory_watermark(result: Result, tier: str, ax: Axes | None = None) -> Axes:
     _, memory = _ran(result)
     if tier not in memory.tiers:
         raise InputError("tier", expected=f"one of {', '.join(memory.tiers)}", got=f'"{tier}"')
-    ax = ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0] / 2, SIZE_INCHES[1] / 2), layout="constrained")[1]
+    ax = axes_of(ax, SIZE_INCHES[0] / 2, SIZE_INCHES[1] / 2)
     index = memory.tiers.index(tier)
     capacity = result.case.layout.ledger.capacities[tier]
     times, levels = _levels(memory, index)
@@ -220,7 +225,7 @@ def token_latency(result: Result, ax: Axes | None = None) -> Axes:
     parts = token_parts(tasks) * MS
     if not len(parts):
         raise InputError("plot", expected="a run of at least two output tokens", got="fewer: no time between tokens")
-    ax = ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0], SIZE_INCHES[1] / 2), layout="constrained")[1]
+    ax = axes_of(ax, SIZE_INCHES[0], SIZE_INCHES[1] / 2)
     number = np.arange(len(parts) + 1) + 1.5  # edges of the columns: token 2 lies between 1.5 and 2.5
     bottom = np.zeros(len(parts))
     for column, style in zip(parts.T, PARTS, strict=True):

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moesim.plots import axes_of
 from moesim.sweep.pareto import front
 
 SIZE_INCHES = (13.0, 4.8)
@@ -31,7 +32,7 @@ def plot_quality(data: Data, path: str | Path) -> None:
 
 
 def _axes(ax: Axes | None) -> Axes:
-    return ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0] / 3, SIZE_INCHES[1]), layout="constrained")[1]
+    return axes_of(ax, SIZE_INCHES[0] / 3, SIZE_INCHES[1])
 
 
 def pareto(data: Data, ax: Axes | None = None) -> Axes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moesim.errors import InputError
+from moesim.plots import axes_of
 from moesim.report.serving import headline
 from moesim.serving.curve import AS_STATED, RATE, USERS, Saturation
 
@@ -45,7 +45,7 @@ def plot_serving(curve: Saturation, path: str | Path) -> None:
 
 
 def _axes(ax: Axes | None) -> Axes:
-    return ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0] / 3, SIZE_INCHES[1]), layout="constrained")[1]
+    return axes_of(ax, SIZE_INCHES[0] / 3, SIZE_INCHES[1])
 
 
 def throughput(curve: Saturation, kind: str, ax: Axes | None = None) -> Axes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moesim.errors import InputError
+from moesim.plots import axes_of
 from moesim.report.sweep import figure, name_of
 from moesim.sweep import Sweep
 from moesim.sweep.record import value
@@ -44,7 +44,7 @@ def pareto_front(sweep: Sweep, ax: Axes | None = None) -> Axes:
 
     With one goal, points stand in the order of the axes.
     """
-    ax = ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0] / 2, SIZE_INCHES[1]), layout="constrained")[1]
+    ax = axes_of(ax, SIZE_INCHES[0] / 2, SIZE_INCHES[1])
     keys = [key for key, _ in sweep.goals[:2]]
     numbers = [i for i, row in enumerate(sweep.rows) if all(value(row.record, key) is not None for key in keys)]
     if not numbers:
@@ -79,7 +79,7 @@ def axis_effects(sweep: Sweep, key: str | None = None, ax: Axes | None = None) -
         A dotted key of the record; the first objective without it.
     ax : Axes, optional
     """
-    ax = ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0] / 2, SIZE_INCHES[1]), layout="constrained")[1]
+    ax = axes_of(ax, SIZE_INCHES[0] / 2, SIZE_INCHES[1])
     key = key or sweep.plan.objectives[0][0]
     effects = [e for e in sweep.effects(key) if e["means"]][:BARS][::-1]
     if not effects:

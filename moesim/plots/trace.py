@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -19,6 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from moesim.errors import InputError
+from moesim.plots import axes_of
 from moesim.policies.cache import ExpertPool, future_uses, make_policy
 from moesim.text_table import percent
 from moesim.trace import RoutingTrace
@@ -256,7 +256,7 @@ def _number(value: float | None) -> float:
 
 
 def _axes(ax: Axes | None) -> Axes:
-    return ax if ax is not None else plt.subplots(figsize=(SIZE_INCHES[0] / 2, SIZE_INCHES[1] / 2), layout="constrained")[1]
+    return axes_of(ax, SIZE_INCHES[0] / 2, SIZE_INCHES[1] / 2)
 
 
 def _line(ax: Axes, x: Any, y: Any, name: str, every: int = 1) -> None:

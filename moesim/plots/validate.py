@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from moesim.plots import DPI
+from moesim.plots import DPI, axes_of
 from moesim.plots import STYLES as STYLES_OF_RUNS
 from moesim.schedule import Kind
 from moesim.timeline import Timeline
@@ -34,7 +33,7 @@ _STYLE_OF = {
 
 def suite_overview(rows: Sequence[Mapping[str, Any]], ax: Axes | None = None) -> Axes:
     """Draw the predicted over the measured mean latency of every case that ran, with the simpler models in the background."""
-    ax = ax if ax is not None else plt.subplots(figsize=(7, 6.5), layout="constrained")[1]
+    ax = axes_of(ax, 7, 6.5)
     ran = [row for row in rows if not row["failed"]]
     took = np.array([row["latency_ms"]["measured"] for row in ran])
     said = np.array([row["latency_ms"]["predicted"] for row in ran])
@@ -66,7 +65,7 @@ def suite_overview(rows: Sequence[Mapping[str, Any]], ax: Axes | None = None) ->
 
 def token_latencies(it: Executed, ax: Axes | None = None) -> Axes:
     """Draw the time between tokens over the run: predicted, and measured as median and range of all runs."""
-    ax = ax if ax is not None else plt.subplots(figsize=(11, 3.4), layout="constrained")[1]
+    ax = axes_of(ax, 11, 3.4)
     took = np.array([tokens(it.schedule, run.timeline).gaps_ms for run in it.runs])
     said = tokens(it.schedule, it.predicted).gaps_ms
     number = np.arange(1, len(said) + 1)
@@ -98,7 +97,7 @@ def both_timelines(it: Executed, step: int | None = None, ax: Axes | None = None
         Without it a step of typical length in the middle half of the run.
     ax : Axes, optional
     """
-    ax = ax if ax is not None else plt.subplots(figsize=(11, 3.8), layout="constrained")[1]
+    ax = axes_of(ax, 11, 3.8)
     steps = np.concatenate([f.steps for f in it.schedule.fragments])
     lines = (it.predicted, with_dispatch(it.typical.timeline))
     ends = [np.concatenate([[0], line.end_ps[steps[:, 2]]]) for line in lines]

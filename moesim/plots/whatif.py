@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moesim.errors import InputError
+from moesim.plots import axes_of
 from moesim.report.whatif import headline
 from moesim.units import show
 from moesim.whatif import WhatIf
@@ -45,7 +45,7 @@ def plot_whatif(answer: WhatIf, path: str | Path) -> None:
 
 def tornado(answer: WhatIf, ax: Axes | None = None) -> Axes:
     """Draw how far each figure's range moves the speed, the widest on top."""
-    ax = ax if ax is not None else plt.subplots(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")[1]
+    ax = axes_of(ax, WIDTH_INCHES, HEIGHT_INCHES)
     moving = sorted((e for e in answer.effects if e.swing > SAME * answer.speed), key=lambda e: e.swing)[-BARS:]
     if not moving:
         raise InputError("plot", expected="a figure whose range moves the speed", got="none")
@@ -77,7 +77,7 @@ def tornado(answer: WhatIf, ax: Axes | None = None) -> Axes:
 
 def plot_curve(c: Curve, ax: Axes | None = None) -> Axes:
     """Draw speed over one path, and mark its knees."""
-    ax = ax if ax is not None else plt.subplots(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")[1]
+    ax = axes_of(ax, WIDTH_INCHES, HEIGHT_INCHES)
     scale, unit = _SCALES.get(c.unit, (1.0, ""))
     points = [p for p in c.points if math.isfinite(p.speed)]
     ax.plot([p.value / scale for p in points], [p.speed for p in points], marker="o", markersize=3.5, color=_DARK, linewidth=1.2)

@@ -36,10 +36,6 @@ class Calibration:
     rows: dict[str, int]
     routed: NDArray[np.int64]
 
-    def sum_of_squares(self, site: Site) -> Tensor:
-        """Sum of squares of a matrix's inputs, (K,); zeros where none was heard."""
-        return self.squares.get(site.source, torch.zeros(site.cols))
-
     def mean_square(self, site: Site) -> Tensor:
         """Mean squares of a matrix's inputs, (K,); all 1 where none was heard, so that no column counts more than another."""
         n = self.rows.get(site.source, 0)

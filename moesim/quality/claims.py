@@ -176,8 +176,13 @@ def order_claims(more: Mapping[str, Figure]) -> list[Claim]:
         return []
     gap = more["bits first"]
     text = "; ".join(f"{name} loses {points(it)} more than the search" for name, it in more.items())
-    verdict = HOLDS if gap.low > 0 else FAILS if gap.high < 0 else OPEN
+    verdict = _gains(gap)
     return [Claim("Q6", "finding the sensitive parts first and then assigning bits gains more than the reverse", verdict, text)]
+
+
+def _gains(gap: Figure) -> str:
+    """The verdict on a claim that something gains: by the interval of the gain."""
+    return HOLDS if gap.low > 0 else FAILS if gap.high < 0 else OPEN
 
 
 def show(it: Figure) -> str:

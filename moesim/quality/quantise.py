@@ -19,7 +19,7 @@ from moesim.errors import InputError, MoesimError
 from moesim.model import ModelSpec
 from moesim.precision import Format, PrecisionPlan, plan_from
 from moesim.quality.calibration import Calibration
-from moesim.quality.subject import Site, Subject, view_of, weight_of
+from moesim.quality.subject import Site, Subject, weights_in
 from moesim.quant.clip import clipped_ranges
 from moesim.quant.lowrank import correction
 from moesim.quant.packing import pack, packed_layout, view
@@ -117,8 +117,8 @@ def quantise(subject: Subject, plan: PrecisionPlan, calibration: Calibration, si
     plan.check_layers(subject.spec.n_layers)
     whole = sites is None
     chosen = subject.sites if sites is None else sites
-    parameters = dict(subject.module.named_parameters())
-    weights = {site.key: view_of(parameters[site.parameter].data, site).clone() for site in chosen}
+    views = weights_in(subject)
+    weights = {site.key: views[site.key].clone() for site in chosen}
     squares = {site.key: calibration.mean_square(site) for site in chosen}
     if plan.rounding == "aware" and whole:
         for fold in folds(subject):
@@ -226,12 +226,11 @@ def _scale(fold: Fold, plan: PrecisionPlan, weights: dict[str, Tensor], squares:
 
 def restore(subject: Subject, weights: Mapping[str, Tensor]) -> None:
     """Put weights (by ``Site.key``) into the model."""
-    parameters = dict(subject.module.named_parameters())
-    for site in subject.sites:
-        if site.key in weights:
-            view_of(parameters[site.parameter].data, site).copy_(weights[site.key])
+    for key, own in weights_in(subject).items():
+        if key in weights:
+            own.copy_(weights[key])
 
 
 def originals(subject: Subject) -> dict[str, Tensor]:
     """Return copies of all of a model's weights, by ``Site.key``."""
-    return {site.key: weight_of(subject, site).clone() for site in subject.sites}
+    return {key: own.clone() for key, own in weights_in(subject).items()}

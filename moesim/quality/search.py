@@ -83,9 +83,8 @@ def measure_costs(study: Study) -> Costs:
     """Degrade each unit alone to each level; what was measured before is taken from the study's results."""
     spec, levels = study.subject.spec, levels_of(study)
     places = dict.fromkeys((site.layer, site.part) for site in study.subject.sites if site.part not in KEPT)
-    text = study.choosing.head(TOKENS)
     loss: dict[Unit, dict[str, float]] = {}
-    base = _kept(study, "whole", {}, lambda: study.choosing_loss({}, text).mean_loss)
+    base = _whole_loss(study)
     for i, unit in enumerate(places):
         loss[unit] = {levels[0]: 0.0}
         for level in levels[1:]:
@@ -102,6 +101,21 @@ def _kept(study: Study, what: str, facts: dict[str, Any], measure: Callable[[], 
     if study.results.get(key) is None:
         study.results.add(key, measure())
     return float(study.results.get(key))
+
+
+def _whole_loss(study: Study) -> float:
+    """Loss of the unquantised model on choosing text."""
+    return _kept(study, "whole", {}, lambda: study.choosing_loss({}, study.choosing.head(TOKENS)).mean_loss)
+
+
+def _lost_percent(study: Study, plan: PrecisionPlan) -> float:
+    """What a plan loses on choosing text, percent."""
+
+    def measure() -> float:
+        weights = weights_of(study.subject, quantise(study.subject, plan, study.heard))
+        return study.choosing_loss(weights, study.choosing.head(TOKENS)).mean_loss
+
+    return 100 * (_kept(study, "all at once", {"of": plan.hash}, measure) / _whole_loss(study) - 1)
 
 
 def _loss_with(study: Study, unit: Unit, level: str, rest: dict[str, Tensor]) -> float:
@@ -176,13 +190,10 @@ def within_loss(study: Study, costs: Costs, most_percent: float) -> PrecisionPla
 
     The path's losses rise but for noise, so it is searched by halving.
     """
-    path, text = path_of(costs), study.choosing.head(TOKENS)
-    base = study.choosing_loss({}, text).mean_loss
+    path = path_of(costs)
 
     def holds(n: int) -> bool:
-        plan = plan_of(assign(costs, path[:n]))
-        loss = study.choosing_loss(weights_of(study.subject, quantise(study.subject, plan, study.heard)), text).mean_loss
-        return 100 * (loss / base - 1) <= most_percent
+        return _lost_percent(study, plan_of(assign(costs, path[:n]))) <= most_percent
 
     return plan_of(assign(costs, path[: _last(holds, len(path))]))
 
@@ -300,12 +311,7 @@ def search(study: Study, goal: str, value: float, scenario: str = "") -> Found:
     others = {"uniform": uniform(study, costs, budget_bytes), "bits first": bits_first(study, costs, budget_bytes),
               "reverse ranking": reverse(study, costs, budget_bytes)}  # fmt: skip
     plans = {"search": best} | {name: plan for name, plan in others.items() if plan is not None}
-    text = study.choosing.head(TOKENS)
-    base = study.choosing_loss({}, text).mean_loss
-    lost = {}
-    for name, plan in plans.items():
-        weights = weights_of(study.subject, quantise(study.subject, plan, study.heard))
-        lost[name] = 100 * (study.choosing_loss(weights, text).mean_loss / base - 1)
+    lost = {name: _lost_percent(study, plan) for name, plan in plans.items()}
     return Found(goal, value, scenario, costs, plans, {name: study.measure(name, plan) for name, plan in plans.items()}, lost)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from moesim import resources
 from moesim.capture import Recorder
 from moesim.capture import load_model as load_transformers
+from moesim.engines.real_weights import need_files, tinymoe_name
 from moesim.errors import InputError
 from moesim.model import ModelSpec
 from moesim.model_files import load_model
@@ -85,10 +86,10 @@ def load_subject(name: str) -> Subject:
     return TinyMoe() if name == "tinymoe" else TransformersModel(Path(name))
 
 
-def weight_of(subject: Subject, site: Site) -> Tensor:
-    """Return a site's weights (rows, cols): a view of the model's own parameter."""
-    found: Tensor = dict(subject.module.named_parameters())[site.parameter].data
-    return view_of(found, site)
+def weights_in(subject: Subject) -> dict[str, Tensor]:
+    """Return views (rows, cols) of a model's own weights, by ``Site.key``."""
+    parameters = dict(subject.module.named_parameters())
+    return {site.key: view_of(parameters[site.parameter].data, site) for site in subject.sites}
 
 
 def view_of(parameter: Tensor, site: Site) -> Tensor:
@@ -102,22 +103,9 @@ def view_of(parameter: Tensor, site: Site) -> Tensor:
 class TinyMoe:
     """The bundled small model; its weights lie in a checkout of the project, not in a wheel."""
 
-    _NAMES = {
-        "attention_norm": "norm1",
-        "ffn_norm": "norm2",
-        "router": "router",
-        "q": "attn.q",
-        "k": "attn.k",
-        "v": "attn.v",
-        "o": "attn.o",
-    }
-    _OUTSIDE = {"embed": "embed", "head": "head", "final_norm": "norm"}
-
     def __init__(self) -> None:
         self.folder = resources.find("traces", "tinymoe").parent
-        for name in ("model.py", "weights.safetensors", "config.json", "heldout.npz", "calibration.npz"):
-            if not (self.folder / name).is_file():
-                raise InputError("tinymoe", expected=f"{name} in {self.folder}", got="no such file", fix="use a checkout of the project")
+        need_files(self.folder, ("model.py", "weights.safetensors", "config.json", "heldout.npz", "calibration.npz"))
         self.spec = load_model("tinymoe")
         self.module: torch.nn.Module = _bundled_code(self.folder / "model.py").load_model(self.folder).requires_grad_(False)
         facts = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
@@ -133,7 +121,7 @@ class TinyMoe:
                 parameter = f"{name}.{t.matrix}.weight"
                 yield Site(f"{t.name}.{e}", t.part, t.layer, t.matrix, e, t.rows, t.cols, parameter, source=source)
             return
-        name = self._OUTSIDE[t.matrix] if t.layer < 0 else f"layers.{t.layer}.{self._NAMES[t.matrix]}"
+        name = tinymoe_name(t)
         source = "" if t.part in ("norms", "embeddings") else name
         yield Site(t.name, t.part, t.layer, t.matrix, -1, t.rows, t.cols, f"{name}.weight", source=source)
 

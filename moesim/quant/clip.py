@@ -41,7 +41,7 @@ def clipped_ranges(weight: Tensor, format: Format, importance: Tensor | None = N
     kept_low, kept_high = low.clone(), high.clone()
     for share in torch.linspace(1.0, LEAST_SHARE, SHARES).tolist():
         to = grid(format, (low * share, high * share))
-        off = nearest_steps(weight, format, to) * to.scale[..., None] + to.offset[..., None] - groups
+        off = nearest_steps(groups, to) * to.scale[..., None] + to.offset[..., None] - groups
         error = (off.square() if weigh is None else off.square() * weigh).sum(2)
         better = error < best
         best = torch.where(better, error, best)

@@ -81,9 +81,9 @@ def _stored(scale: Tensor, kind: torch.dtype) -> Tensor:
     return scale.clamp(min=_LEAST[kind]).to(kind).float()
 
 
-def nearest_steps(weight: Tensor, format: Format, to: Grid) -> Tensor:
-    """Return q of each value, (N, G, columns of a group) float32."""
-    return ((grouped(weight, format) - to.offset[..., None]) / to.scale[..., None]).round().clamp(to.least, to.most)
+def nearest_steps(groups: Tensor, to: Grid) -> Tensor:
+    """Return q of each value of a ``grouped`` matrix, (N, G, columns of a group) float32."""
+    return ((groups - to.offset[..., None]) / to.scale[..., None]).round().clamp(to.least, to.most)
 
 
 def values(steps: Tensor, of: Grid, cols: int) -> Tensor:
@@ -94,7 +94,7 @@ def values(steps: Tensor, of: Grid, cols: int) -> Tensor:
 def rounded(weight: Tensor, format: Format, ranges: Ranges | None = None) -> Tensor:
     """Return a matrix as an integer format holds it, (N, K) float32."""
     to = grid(format, full_ranges(weight, format) if ranges is None else ranges)
-    return values(nearest_steps(weight, format, to), to, weight.shape[1])
+    return values(nearest_steps(grouped(weight, format), to), to, weight.shape[1])
 
 
 def pack_bits(steps: Tensor, bits: int) -> Tensor:

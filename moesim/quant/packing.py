@@ -33,7 +33,7 @@ except ImportError as error:
         "torch", expected="an installed package, to run real experts", got=str(error)[:120], fix="pip install 'moesim[validate]'"
     ) from None
 
-from moesim.quant.grid import Ranges, bits_of, full_ranges, grid, nearest_steps, pack_bits, unpack_bits
+from moesim.quant.grid import Ranges, bits_of, full_ranges, grid, grouped, nearest_steps, pack_bits, unpack_bits
 
 REAL_FORMATS = ("int4-g32-torch", "int4-g64-torch", "int4-g128-torch", "int8", "bf16")
 """Names of the formats that have a kernel here."""
@@ -235,7 +235,7 @@ def pack(weight: Tensor, format: Format, ranges: Ranges | None = None) -> Tensor
         return weight.to(kinds[format.name]).contiguous().view(torch.uint8).reshape(-1)
     weight = weight.float()
     to = grid(format, full_ranges(weight, format) if ranges is None else ranges)
-    steps = nearest_steps(weight, format, to)
+    steps = nearest_steps(grouped(weight, format), to)
     if layout.kernel == "decode":
         return _encode(steps, format, to.scale, to.zero)
     out = torch.empty(layout.n_bytes, dtype=torch.uint8)

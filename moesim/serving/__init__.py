@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,8 +48,8 @@ def load_serving(name: str | Path, assignments: tuple[str, ...] = ()) -> tuple[C
     return case, requests
 
 
-def serve(case: Case, requests: Requests, *, debug: bool = False, progress: Callable[[int, int], None] | None = None) -> ServingResult:
+def serve(case: Case, requests: Requests, *, debug: bool = False) -> ServingResult:
     """Run all requests of a scenario to their end."""
     run = ServingRun(case, requests, debug=debug)
-    run.run(progress=progress)
+    run.run()
     return ServingResult(run)

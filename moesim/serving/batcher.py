@@ -24,9 +24,9 @@ from moesim.serving.kv import KvPlan, KvPool, Prefix
 from moesim.serving_spec import Serving
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A request under way. ``known`` tokens are the prompt and those emitted; ``done`` of them are in the KV cache."""
+    """A request under way, which is itself and no other. ``known`` tokens are the prompt and those emitted; ``done`` of them are in the KV cache."""
 
     request: int
     known: int

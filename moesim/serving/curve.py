@@ -101,6 +101,11 @@ def run_point(case: Case, spec: Serving, debug: bool = False) -> ServingResult:
     """Run a case with other arrivals; layout and routing stay as they are."""
     mine = replace(case, scenario=case.scenario.model_copy(update={"serving": spec}))
     mine.__dict__["routing"] = case.routing
-    run = ServingRun(mine, draw_requests(spec, case.scenario.seed, case.base), debug=debug)
+    stated, users = case.scenario.serving or spec, spec.arrivals.concurrency
+    closed = spec.arrivals.process == "concurrency"  # the same requests as stated, those of a file in its order, without times
+    requests = draw_requests(spec.model_copy(update={"arrivals": stated.arrivals}) if closed else spec, case.scenario.seed, case.base)
+    if closed:
+        requests = replace(requests, arrival_ps=None, users=users)
+    run = ServingRun(mine, requests, debug=debug)
     run.run()
     return ServingResult(run)

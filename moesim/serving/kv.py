@@ -78,6 +78,9 @@ class KvPool:
 
     def take(self, blocks: int) -> bool:
         """Take free blocks, where need be those of prefixes that nobody uses; False, and nothing changed, if there are too few."""
+        if blocks <= self.free:
+            self.free -= blocks
+            return True
         idle = [group for group, prefix in self.prefixes.items() if not prefix.users]
         if self.free + sum(self.prefixes[group].blocks for group in idle) < blocks:
             return False

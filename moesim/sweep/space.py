@@ -155,13 +155,15 @@ class Space:
         """Whether for some point it is known what its precision costs in quality."""
         seen = set()
         for point in islice(self.points(), MOST_POINTS):
-            document = lay(self.base, self.settings(point))
-            key = json.dumps([document.data.get(field) for field in ("model", "precision")], sort_keys=True, default=str)
+            settings = self.settings(point)
+            key = json.dumps(
+                [(path, value) for path, value, _ in settings if path.partition(".")[0] in ("model", "precision")], default=str
+            )
             if key in seen:
                 continue
             seen.add(key)
             try:
-                scenario = config.build(Scenario, document)
+                scenario = config.build(Scenario, lay(self.base, settings))
                 model, own = load_model_with_plan(scenario.model, self.folder)
                 if quality_of(model, stated_plan(scenario.precision, own, "", self.folder))["basis"] != "unknown":
                     return True

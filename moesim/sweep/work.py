@@ -126,7 +126,7 @@ def _load(base: Document, settings: tuple[Placed, ...], folder: Path, shared: _S
     scenario = config.build(Scenario, document)
     if shared is None:
         case = make_case(scenario, document, folder)
-        case.__dict__["routing"] = _routing(case)
+        case.__dict__["routing"] = routing_of(case)
         return case
     hardware = machine(document, folder)
     layout = Layout(scenario, shared.model, shared.plan, hardware)
@@ -159,7 +159,7 @@ def _same(a: Layout, b: Layout) -> bool:
     )
 
 
-def _routing(case: Case) -> Routing:
+def routing_of(case: Case) -> Routing:
     """The routing of a case, from the few that were used last if it is among them."""
     scenario = case.scenario
     prefetch = (scenario.prefetch.on, scenario.prefetch.predictor, scenario.prefetch.recall)

@@ -11,15 +11,16 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from moesim.config import Document, command, content_hash
+from moesim.config import Document, command
 from moesim.report.page import Entry, best, comparison, glance, whatif_blocks
 from moesim.report.page_blocks import Block, write_html
 from moesim.scenario import Scenario
-from moesim.simulate import Case, Result, Routing, make_case, simulate
+from moesim.simulate import Case, Result, make_case, simulate
+from moesim.sweep.work import routing_of
 from moesim.ui.screen import Screen, document_of, yaml_text
 from moesim.whatif import WhatIf, whatif
 
-MOST = 4  # screens and routings kept: two of them side by side, and what they were before the last change
+MOST = 4  # screens kept: two of them side by side, and what they were before the last change
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,9 @@ def answer(screen: Screen) -> Answer:
     return Answer(screen, result, document.assignments, yaml_text(screen))
 
 
-_routings: dict[str, Routing] = {}  # a trace takes longer to load and adapt than most runs take
-
-
 def _case(scenario: Scenario, document: Document, base: Path) -> Case:
     case = make_case(scenario.model_copy(update={"engine": "fast"}), document, base)
-    about = scenario.model_dump(mode="json", include={"trace", "workload", "seed"})
-    key = content_hash({**about, "model": case.model.model_dump(mode="json"), "base": str(base)})
-    if key in _routings:
-        case.__dict__["routing"] = _routings[key]
-    else:
-        _routings[key] = case.routing
-        for old in list(_routings)[:-MOST]:
-            del _routings[old]
+    case.__dict__["routing"] = routing_of(case)  # a trace takes longer to load and adapt than most runs take
     return case
 
 

@@ -71,7 +71,7 @@ class Replay:
     def speeds(self, machines: Sequence[HardwareProfile]) -> list[float]:
         """Return tokens/s on machines that differ from the case's in figures that only price work."""
         timing = self.case.scenario.timing
-        if self.schedule.depends_on != {"trace"} or timing.jitter or timing.background:
+        if self.case.layout.depends_on != {"trace"} or timing.jitter or timing.background:
             return [self.again(on(self.case, machine)) for machine in machines]
         steps = np.concatenate([f.steps for f in self.schedule.fragments])
         out: list[float] = []
