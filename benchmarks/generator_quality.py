@@ -1,8 +1,8 @@
 """How well generated routing stands for a model's: fitted on one half of the sequences of a trace, compared with the other half.
 
-    python -m benchmarks.generator_quality [-o json] [--draws N] [--only NAME] [FOLDER]
+    python -m benchmarks.generator_quality [-o json] [--draws N] [--only NAME] [--split SEED] [--fit SEED] [FOLDER]
 
-For each trace the sequences are split at random (fixed seed) into halves A and B. The profile, and the exponent of Zipf, come from A
+For each trace the sequences are split at random (by a seed) into halves A and B. The profile, and the exponent of Zipf, come from A
 alone. As many rows and sequences as B has are then drawn, N times with different seeds, by each generator. A statistic is within
 bounds where it differs from B's by at most max(0.03, 1.25 |A - B|). The figure shown is the mean of the draws; ``draws in bounds``
 counts single draws. A trace of one sequence is split by rows and has no bound.
@@ -53,15 +53,15 @@ def zipf_exponent(share: float, n_layers: int, n_experts: int, top_k: int, seed:
     return (low + high) / 2
 
 
-def compare(name: str, trace: RoutingTrace, draws: int) -> dict[str, Any]:
+def compare(name: str, trace: RoutingTrace, draws: int, split_seed: int = SPLIT_SEED, fit_seed: int = FIT_SEED) -> dict[str, Any]:
     """The table of one trace."""
     trace = decode_part(trace)
-    a, b = halves(trace)
+    a, b = halves(trace, split_seed)
     began = time.perf_counter()
-    profile = fit(a, np.random.default_rng(FIT_SEED), source=name, progress=progress)
+    profile = fit(a, np.random.default_rng(fit_seed), source=name, progress=progress)
     fitted_s = time.perf_counter() - began
     real = {"A": statistics(a), "B": statistics(b)}
-    exponent = zipf_exponent(real["A"]["top-half share"], a.n_layers, a.n_experts, a.top_k, FIT_SEED)
+    exponent = zipf_exponent(real["A"]["top-half share"], a.n_layers, a.n_experts, a.top_k, fit_seed)
     lengths = [stop - start for start, stop in b.sequences]
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in GENERATORS}
     generated_s = 0.0
@@ -131,11 +131,13 @@ def main() -> None:
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--only", default="", help="part of a trace's name")
+    parser.add_argument("--split", type=int, default=SPLIT_SEED, help="seed of the split into halves")
+    parser.add_argument("--fit", type=int, default=FIT_SEED, help="seed of the fit")
     options = parser.parse_args()
     results = []
     for name in TRACES:
         if options.only in name:
-            results.append(compare(name, load_trace(options.folder / name), options.draws))
+            results.append(compare(name, load_trace(options.folder / name), options.draws, options.split, options.fit))
             if options.output == "text":
                 print(text(results[-1]) + "\n", flush=True)
     if options.output == "json":

@@ -109,6 +109,7 @@ class Runtime(Spec):
     prefill_experts: Rules  # gpu | cpu: where experts in main memory are computed once a batch is large
     copy_from_tokens: int = 32  # the smallest batch for which experts are copied to the GPU
     numa: Rules  # yes | no: whether threads and pages are spread over the sockets on purpose
+    repack: Rules = (Rule(use="no"),)  # yes | no: whether the CPU's kernels read a copy of the weights in a layout of their own
     pinned: Rules  # yes | no: whether weights in main memory lie in pages that the GPU copies from directly
 
     def choose(self, field: str, run: RunFacts) -> str:

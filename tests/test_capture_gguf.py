@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,11 @@ from test_cli import call
 pytest.importorskip("xllamacpp", reason="llama.cpp runs GGUF files here: pip install 'moesim[llama]'")
 pytest.importorskip("gguf", reason="models are written with the gguf package: pip install 'moesim[llama]'")
 
-from benchmarks.thirdparty.models import Shape, write  # noqa: E402
+from benchmarks.thirdparty.__main__ import Row  # noqa: E402
+from benchmarks.thirdparty.folder import write_folder  # noqa: E402
+from benchmarks.thirdparty.measure import Asked, measure  # noqa: E402
+from benchmarks.thirdparty.models import SHAPES, Shape, write  # noqa: E402
+from benchmarks.thirdparty.report import report  # noqa: E402
 from moesim.capture.gguf import capture_gguf  # noqa: E402
 from moesim.errors import InputError  # noqa: E402
 
@@ -56,3 +62,23 @@ def test_bad_input(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="token ids from 0 to 299"):
         capture_gguf(model, prompts(tmp_path, '{"token_ids": [300]}'), tmp_path / "o.npz")
     assert not (tmp_path / "o.npz").exists() and not list(tmp_path.glob(".moesim*"))
+
+
+def test_measured_rows_become_a_folder_that_is_predicted(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "small", SMALL)
+    products = [{"weights": "Q8_0", "repacked": False, "threads": 1, "decode_gmac_s": 20.0}]
+    probed = {
+        "kernels": {"products": products, "operators": [{"threads": 1, "us": 0.5}], "attention": []}, "mapped_read_gb_s": 1.0, "read_around_kib": 128,
+    }  # fmt: skip
+    found = []
+    for row in (Row("a", "small", "Q8_0"), Row("b", "small", "Q8_0", depth=20), Row("c", "small", "Q8_0", prompt=8)):
+        asked = Asked(str(model), depth=row.depth, context=256, prompt=row.prompt, tokens=3, repeats=2)
+        got = measure(asked)
+        assert 0 < got["cpu_s"] < 1 and got["buffers"]["model_mib"] > 1
+        extra = {"bytes": model.stat().st_size, "chances": [0.25] * SMALL.experts, "processes_cpu_s": [got["cpu_s"]]}
+        found.append(asdict(row) | asdict(asked) | extra | got)
+    write_folder(tmp_path, found, Path(__file__).parents[1] / "hardware_profiles" / "desktop-24gb.yaml", probed)
+    (tmp_path / "measured.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in found))
+    table = report(tmp_path).splitlines()
+    assert [line.split(" | ")[0] for line in table[2:5]] == ["| a", "| b", "| c"]
+    assert any("host_kv_mib: off by 0.00%" in line for line in table)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from test_cli import call
 
 from moesim import config, resources
-from moesim.cli import main as frame
 from moesim.errors import InputError
 from moesim.hardware import ChannelFacts, HardwareProfile, figures, load_hardware
 from moesim.hardware import catalogue as hardware_catalogue
@@ -392,12 +392,6 @@ def test_profiles_and_files_are_no_compositions(tmp_path: Path) -> None:
 
 
 # command line ---------------------------------------------------------------------------------------------------------
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = frame.run(list(arguments))
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_list_of_parts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,7 +312,7 @@ def test_a_lockstep_command_refuses_a_scenario_of_requests() -> None:
     with pytest.raises(InputError, match="serve-sim"):
         load_case(write(SMALL))
     with pytest.raises(InputError, match="moesim run"):
-        load_serving("quickstart.yaml" if Path("quickstart.yaml").exists() else Path(__file__).parents[1] / "scenarios" / "quickstart.yaml")
+        load_serving(Path(__file__).parents[1] / "scenarios" / "quickstart.yaml")
 
 
 def test_requests_longer_than_the_cache_are_counted() -> None:

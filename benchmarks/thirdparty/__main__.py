@@ -2,9 +2,10 @@
 
     python -m benchmarks.thirdparty OUT --profile measured.yaml [--models FOLDER] [--only NAME]
 
-Needs ``pip install xllamacpp==2026.10.11549 gguf`` and an idle machine; takes about ten minutes and 12 GB for the models, which are made
-when they are not there. ``--profile`` is what ``moesim calibrate`` found: of the machine's record only its memory and drive are measured.
-A row that was measured is kept in OUT/measured.jsonl, and not measured again. Then:
+Needs ``pip install xllamacpp==2026.10.11549 gguf`` and an idle machine; takes about twenty minutes and 12 GB for the models, which are made
+when they are not there. Of the machine, ``--profile`` is what ``moesim calibrate`` found of its memory and drive; what the engine's kernels
+do is probed on models of other shapes than those that are predicted (OUT/probe.json). A row that was measured is kept in OUT/measured.jsonl,
+and not measured again. Prints measured and predicted side by side; for more:
 
     moesim backtest OUT --cold; moesim backtest OUT --warm
 """
@@ -14,15 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.thirdparty.folder import write_folder
-from benchmarks.thirdparty.measure import Asked
+from benchmarks.thirdparty.measure import Asked, chances
 from benchmarks.thirdparty.models import SHAPES, write
+from benchmarks.thirdparty.probe import measured, probe
+from benchmarks.thirdparty.report import report
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ SUITE = (
     Row("fine Q8_0, memory 0.75", "fine-qwen3moe", "Q8_0", limit=0.75, repack=False),
     Row("fine Q8_0, memory 0.6", "fine-qwen3moe", "Q8_0", limit=0.6, repack=False),
     Row("flat Q4_0, memory 0.75", "flat-olmoe", "Q4_0", limit=0.75, repack=False),
+    Row("wide Q4_0, memory 0.8", "wide-qwen3moe", "Q4_0", limit=0.8, repack=False),
+    Row("flat Q8_0, memory 0.65", "flat-olmoe", "Q8_0", limit=0.65, repack=False),
 )
 
 
@@ -71,16 +75,13 @@ def run(row: Row, model: Path) -> dict[str, Any]:
     """Measure one row in a process of its own."""
     limit = round(model.stat().st_size * row.limit)
     context = -(-(row.depth + max(row.prompt, 64)) // 1024) * 1024
-    shorter: dict[str, int] = {"tokens": 16, "repeats": 2} if limit else {"repeats": 2} if row.prompt or row.depth else {}
+    shorter: dict[str, int] = {"tokens": 120, "repeats": 1} if limit else {"repeats": 2} if row.prompt or row.depth else {}
     asked = Asked(
         str(model), row.threads, row.depth, context, 512, row.kv, row.flash, row.repack, prompt=row.prompt, limit_bytes=limit, **shorter
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.thirdparty.measure", json.dumps(asdict(asked))], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{row.name}: {done.stderr[-500:]}")
-    return asdict(row) | asdict(asked) | {"bytes": model.stat().st_size, **json.loads(done.stdout)}
+    shape = SHAPES[row.shape]
+    found = {"bytes": model.stat().st_size, "chances": chances(str(model), shape.top_k, shape.experts)}
+    return asdict(row) | asdict(asked) | found | measured(asked)
 
 
 def main() -> None:
@@ -93,7 +94,10 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.models.mkdir(parents=True, exist_ok=True)
-    log = asked.out / "measured.jsonl"
+    probe_file, log = asked.out / "probe.json", asked.out / "measured.jsonl"
+    if not probe_file.exists():
+        probe_file.write_text(json.dumps(probe(asked.models, lambda text: print(text, file=sys.stderr)), indent=1), encoding="utf-8")
+    probed = json.loads(probe_file.read_text(encoding="utf-8"))
     found = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
     known = {entry["name"] for entry in found}
     for number, row in enumerate(SUITE, start=1):
@@ -109,7 +113,8 @@ def main() -> None:
         print(
             f"{number} of {len(SUITE)} {row.name}: {1e3 * entry['cpu_s']:.1f} ms CPU, {1e3 * entry['wall_s']:.1f} ms wall", file=sys.stderr
         )
-    write_folder(asked.out, found, asked.profile)
+    write_folder(asked.out, found, asked.profile, probed)
+    print(report(asked.out))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ HOST = "this machine"
 SIMD = "avx2"
 
 
-def write_folder(out: Path, found: list[dict[str, Any]], profile: Path) -> None:
+def write_folder(out: Path, found: list[dict[str, Any]], profile: Path, probed: dict[str, Any]) -> None:
     """Write measured rows as a folder that ``moesim backtest`` reads.
 
     Parameters
@@ -29,11 +29,13 @@ def write_folder(out: Path, found: list[dict[str, Any]], profile: Path) -> None:
         Rows as ``measured.jsonl`` holds them.
     profile : Path
         This machine as ``moesim calibrate`` measured it.
+    probed : dict
+        What ``probe`` found.
     """
     hardware = load_hardware(str(profile))
-    machines = {_machine(entry): machine_record(hardware, entry) for entry in found}
+    machines = {_machine(entry): machine_record(hardware, entry, probed) for entry in found}
     (out / "machines.yaml").write_text(yaml.safe_dump(machines, sort_keys=False), encoding="utf-8")
-    models = {name: model_record(shape) for name, shape in SHAPES.items()}
+    models = {_model(entry): model_record(SHAPES[entry["shape"]]) | {"expert_chances": entry["chances"]} for entry in found}
     (out / "models.yaml").write_text(yaml.safe_dump(models, sort_keys=False), encoding="utf-8")
     runs = [_run(number, entry) for number, entry in enumerate(found, start=1)]
     _write(
@@ -60,17 +62,25 @@ def _machine(entry: dict[str, Any]) -> str:
     return HOST + (f", {entry['limit_bytes'] / GB:.2f} GB" if entry["limit_bytes"] else "")
 
 
-def machine_record(hardware: HardwareProfile, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a machine's record: what was calibrated, and what the engine's library is built for."""
+def _model(entry: dict[str, Any]) -> str:
+    return f"{entry['shape']} {entry['quant']}"
+
+
+def machine_record(hardware: HardwareProfile, entry: dict[str, Any], probed: dict[str, Any]) -> dict[str, Any]:
+    """Return a machine's record: what was calibrated and probed, and what the engine's library is built for."""
     fact = lambda v, prov: {"v": v, "prov": prov}  # noqa: E731
+    limit = entry["limit_bytes"]
+    alone = {"page_cache_gib": fact(limit / GIB, "reported")} if limit else {}
     drive = max(p.bandwidth.value for p in hardware.storage["ssd"].curve)
     return {
         "host_group": HOST, "unified": False, "gpus": [],
-        "cpu": {"name": fact("virtual server cores", "reported"), "sockets": fact(1, "reported"), "cores": fact(2, "reported"), "simd": fact(SIMD, "reported")},
-        "ram": {"gib": fact((entry["limit_bytes"] or hardware.tiers["ram"].capacity.value) / GIB, "reported"), "type": fact("DDR5", "inferred"),
+        "cpu": {"name": fact("virtual server cores", "reported"), "sockets": fact(1, "reported"), "cores": fact(2, "reported"), "simd": fact(SIMD, "reported"),
+                "kernels": probed["kernels"]},
+        "ram": {"gib": fact((limit or hardware.tiers["ram"].capacity.value) / GIB, "reported"), "type": fact("DDR5", "inferred"),
                 "mt_s": fact(4800, "inferred"), "channels": fact(8, "inferred"), "peak_bw_gb_s": fact(307.2, "derived"),
-                "measured_bw_gb_s": fact(round(hardware.channels["ram"].bandwidth.value / GB, 2), "reported")},
-        "ssd": {"name": fact("virtual drive", "reported"), "seq_read_gb_s": fact(round(drive / GB, 2), "reported")},
+                "measured_bw_gb_s": fact(round(hardware.channels["ram"].bandwidth.value / GB, 2), "reported"), **alone},
+        "ssd": {"name": fact("virtual drive", "reported"), "seq_read_gb_s": fact(round(drive / GB, 2), "reported"),
+                "mapped_read_gb_s": fact(probed["mapped_read_gb_s"], "reported"), "read_around_kib": fact(probed["read_around_kib"], "reported")},
     }  # fmt: skip
 
 
@@ -94,7 +104,7 @@ def _run(number: int, entry: dict[str, Any]) -> dict[str, Any]:
     bits = 8 * entry["bytes"] / sum(shape.parameters.values())
     return {
         "row_id": f"T{number:03d}", "run_id": entry["name"], "source": "benchmarks/thirdparty", "source_loc": entry["name"],
-        "date": datetime.date.today().isoformat(), "model": shape.name, "quant": entry["quant"], "model_file_gib": round(entry["bytes"] / GIB, 4),
+        "date": datetime.date.today().isoformat(), "model": _model(entry), "quant": entry["quant"], "model_file_gib": round(entry["bytes"] / GIB, 4),
         "bits_per_weight": round(bits, 4), "bpw_prov": "file", "engine": "llama.cpp", "engine_family": "llama.cpp", "engine_version": VERSION,
         "machine": _machine(entry), "offload_kind": "ssd" if limit else "cpu_only", "moe_layers_on_cpu": shape.layers, "moe_layers_on_cpu_prov": "reported",
         "moe_layers_total": shape.layers, "host_weights_over_ram": round(entry["bytes"] / limit, 3) if limit else "", "threads": entry["threads"],

@@ -1,8 +1,9 @@
 """Owns one measurement of llama.cpp in a process of its own: ``python -m benchmarks.thirdparty.measure '{"path": ..., ...}'`` prints JSON.
 
-Time is process CPU time over threads, which a busy neighbour disturbs less than wall time; wall time stands beside it. Decode: medians
-over single tokens, of ``repeats`` rounds from the same depth. A memory limit is a control group of this process alone: pages of the mapped
-file count in it, so that a model larger than the limit is read from the drive again and again.
+Time is process CPU time over threads, which a busy neighbour disturbs less than wall time; wall time stands beside it. Both are taken over
+whole rounds of tokens from the same depth, as the system counts what other threads use by the tick; the median round counts. A memory limit
+is a control group of this process alone: pages of the mapped file count in it, so that a model larger than the limit is read from the drive
+again and again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from moesim.capture.llama_cpp import LlamaCpp
 BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output) buffer size =\s+([\d.]+) MiB")
 GROUPS = Path("/sys/fs/cgroup/memory")
 WARM_TOKENS = 4
+PAGE_BYTES, PIECE_BYTES = 4096, 1 << 19
+ROUTED_TOKENS = 300
+WALKS, WALKED = 15, 1 / 8
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,21 @@ def limited(limit_bytes: int, path: str) -> None:
     (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
 
 
-def timed(llama: LlamaCpp, tokens: list[int], threads: int) -> tuple[float, float]:
-    """Run tokens; return (CPU seconds over threads, wall seconds)."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    llama.decode(tokens)
-    return (time.process_time() - cpu) / threads, time.perf_counter() - wall
+def read_mapped(path: str, limit_bytes: int) -> float:
+    """Return bytes per second that a mapped file is read at in memory that holds part of it.
+
+    As a model's experts are read: again and again from beginning to end, a random eighth of the pieces each time, all pages of a piece.
+    """
+    limited(limit_bytes, path)
+    pieces = np.memmap(path, np.uint8, "r", shape=(os.path.getsize(path) // PIECE_BYTES, PIECE_BYTES))
+    rng = np.random.default_rng(0)
+    rates = []
+    for _ in range(WALKS):
+        began, before = time.perf_counter(), _read_bytes()
+        for piece in np.flatnonzero(rng.random(len(pieces)) < WALKED):
+            int(pieces[piece, ::PAGE_BYTES].sum())
+        rates.append((_read_bytes() - before) / (time.perf_counter() - began))
+    return statistics.median(rates[WALKS // 3 :])
 
 
 def measure(asked: Asked) -> dict[str, Any]:
@@ -79,30 +93,40 @@ def measure(asked: Asked) -> dict[str, Any]:
 
         if asked.depth:
             llama.decode(draw(asked.depth))
-        samples: list[tuple[float, float]] = []
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        read_before = _read_bytes()
+        count = asked.prompt or asked.tokens
+        cpu_s, wall_s, read, faults = [], [], [], []
         for _ in range(asked.repeats):
             llama.rewind(asked.depth)
-            if asked.prompt:
-                cpu, wall = timed(llama, draw(asked.prompt), asked.threads)
-                samples.append((cpu / asked.prompt, wall / asked.prompt))
-                continue
-            for token in draw(WARM_TOKENS):
+            steps = [draw(asked.prompt)] if asked.prompt else [[token] for token in draw(asked.tokens)]
+            for token in draw(0 if asked.prompt else WARM_TOKENS):
                 llama.decode([token])
-            samples += [timed(llama, [token], asked.threads) for token in draw(asked.tokens)]
-        after = resource.getrusage(resource.RUSAGE_SELF)
+            before = time.process_time(), time.perf_counter(), _read_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+            for step in steps:
+                llama.decode(step)
+            after = time.process_time(), time.perf_counter(), _read_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+            for out, one, other in zip((cpu_s, wall_s, read, faults), before, after, strict=True):
+                out.append((other - one) / count)
         last = {(where, kind): float(size) for where, kind, size in BUFFER.findall("".join(llama.log))}  # printed once for each attempt
         buffers: Counter[str] = Counter()
         for (_, kind), size in last.items():
             buffers[f"{kind.lower()}_mib"] += size
-    cpu_s, wall_s = ([s[i] for s in samples] for i in (0, 1))
-    count = asked.repeats * (asked.prompt or asked.tokens + WARM_TOKENS)
     return {
-        "cpu_s": statistics.median(cpu_s), "wall_s": statistics.median(wall_s), "mean_wall_s": statistics.fmean(wall_s),
-        "spread": (np.quantile(cpu_s, 0.9) - np.quantile(cpu_s, 0.1)) / statistics.median(cpu_s), "buffers": buffers,
-        "faults_per_token": (after.ru_majflt - before.ru_majflt) / count, "read_bytes_per_token": (_read_bytes() - read_before) / count,
+        "cpu_s": statistics.median(cpu_s) / asked.threads, "wall_s": statistics.median(wall_s), "buffers": buffers,
+        "faults_per_token": statistics.fmean(faults), "read_bytes_per_token": statistics.fmean(read),
     }  # fmt: skip
+
+
+def chances(path: str, top_k: int, experts: int) -> list[float]:
+    """Return the chances of experts to be used by a token, the highest first, in the mean over layers: what a routing trace says."""
+    ids: dict[str, list[np.ndarray]] = {}
+    with LlamaCpp(
+        Path(path), repack=False, watch=lambda name: name.startswith("ffn_moe_topk"), see=lambda name, found: ids.setdefault(name, []).append(found)
+    ) as llama:  # fmt: skip
+        for token in np.random.default_rng(1).integers(2, llama.vocabulary, ROUTED_TOKENS):
+            llama.decode([int(token)])
+    counts = [np.bincount(np.concatenate(found).ravel(), minlength=experts) for found in ids.values()]
+    shares = np.mean([np.sort(c)[::-1] / c.sum() for c in counts], axis=0)
+    return [round(float(share), 5) for share in np.minimum(shares * top_k, 1.0)]
 
 
 def _read_bytes() -> int:

@@ -4,6 +4,8 @@ stream rate      = share x peak of the memory, or share x measured bandwidth whe
 arithmetic       = rate per core x cores used; share of the peak on a GPU
 padded rows      = rows x (1 + tile / rows per expert) in a prompt's expert products
 serial attention = heads per core x tokens x time of one head and token
+
+Where a machine's record states what the engine's kernels do on it (``kernels.py``), that takes the place of rates per core.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Attained:
     storage_share: float
 
 
-def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, prefill: bool, cores: float) -> Attained:
+def attain(
+    machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, prefill: bool, cores: float, step_bytes: float = 0.0
+) -> Attained:
     """Return what a runtime attains on a machine.
 
     Parameters
@@ -62,13 +66,23 @@ def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, p
         Many tokens a step, or one per sequence.
     cores : float
         CPU cores in use.
+    step_bytes : float
+        From one cached token's keys to the next one's.
     """
     core = 1.0 if machine.dot_products else PLAIN_SIMD
     attention_core = core * (rates["server_core_share"] if machine.server_cores else 1.0)
     decode_flops = cores * core * rates["cpu_flops"]
     prefill_flops = cores * core * rates["cpu_prefill_flops"] * rates[runtime.choose("cpu_prefill", run)]
     on_cpu, on_gpu = runtime.choose("cpu_attention", run), runtime.choose("gpu_attention", run)
-    if prefill:
+    head_token = rates["cpu_serial_head_token"] / attention_core if on_cpu == "serial" else 0.0
+    operator, products = rates["cpu_kernel"], None
+    if machine.kernels:
+        products = machine.kernels.products(run.quant, runtime.choose("repack", run) == "yes", int(cores), prefill)
+        if products:
+            decode_flops = prefill_flops = 2 * products
+        operator = machine.kernels.operator_s(int(cores)) or operator
+        head_token = machine.kernels.head_token_s(run.kv, run.flash, run.head, step_bytes) or head_token
+    if prefill or products:
         cpu_attention = prefill_flops
     else:
         cpu_attention = cores * attention_core * rates["cpu_flops"] * (rates["cpu_attention_share"] if on_cpu == "blocked" else 1.0)
@@ -88,8 +102,8 @@ def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, p
         cpu_memory_share=_memory_share(machine, runtime, run, rates),
         cpu_flops_per_s=prefill_flops if prefill else decode_flops,
         cpu_attention_flops_per_s=cpu_attention,
-        cpu_kernel_s=rates["cpu_kernel"],
-        serial_head_token_s=rates["cpu_serial_head_token"] / attention_core if on_cpu == "serial" else 0.0,
+        cpu_kernel_s=operator,
+        serial_head_token_s=0.0 if prefill and machine.kernels else head_token,
         cores=cores,
         cache_traffic=rates["gpu_cache_traffic"],
         converts=converts,
@@ -98,8 +112,14 @@ def attain(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates, *, p
         pcie_share=pcie,
         linear_kernels=round(rates["linear_attention_kernels"]),
         hand_over_s=rates["hand_over"],
-        storage_share=rates["storage_share"],
+        storage_share=_storage_share(machine, rates),
     )
+
+
+def _storage_share(machine: Machine, rates: Rates) -> float:
+    """Share of a drive's rated read rate that experts read on demand attain."""
+    mapped, rated = machine.mapped_bytes_per_s, machine.ssd_bytes_per_s
+    return mapped / rated if mapped and rated else rates["storage_share"]
 
 
 def _memory_share(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rates) -> float:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moesim.backtest.data import Facts
+from moesim.backtest.kernels import CpuKernels, kernels_of
 from moesim.config import Document, build
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile
 
 GB = 1e9
-GIB = 2**30
+KIB, GIB = 2**10, 2**30
 TFLOP = 1e12
+READ_AROUND_KIB = 128.0  # Linux: read_ahead_kb of most block devices
 UNKNOWN_BYTES_PER_S = 1e9  # stands where nothing is stated; rows that depend on it are refused before
 Platform = Literal["desktop", "server", "dual-server", "soc"]
 
@@ -69,6 +71,10 @@ class Machine:
     dot_products: bool  # instructions that multiply and add 8-bit integers (VNNI, AMX, Arm), as all processors since about 2021 have
     server_cores: bool  # many cores at a low clock
     ssd_bytes_per_s: float | None
+    mapped_bytes_per_s: float | None  # of a mapped file's pages that are read when they are touched, in memory that is full
+    read_around_bytes: int  # what one such fault brings in around its page
+    page_cache_bytes: int | None  # memory that nothing takes but the run itself and the pages of its file
+    kernels: CpuKernels | None
     assumed: tuple[str, ...]
 
 
@@ -101,6 +107,7 @@ def machine_of(facts: Facts) -> Machine:
             assumed.append("PCIe x16" if generation else "PCIe 4.0 x16")
     platform: Platform = "soc" if soc else "dual-server" if sockets > 1 else "server" if _is_server(cpu, channels) else "desktop"
     measured, ram_gib, ssd = facts.number("ram", "measured_bw_gb_s"), facts.number("ram", "gib"), facts.number("ssd", "seq_read_gb_s")
+    mapped, cache_gib = facts.number("ssd", "mapped_read_gb_s"), facts.number("ram", "page_cache_gib")
     return Machine(
         name=facts.name,
         host=facts.text("host_group") or facts.name,
@@ -121,6 +128,10 @@ def machine_of(facts: Facts) -> Machine:
         dot_products=facts.text("cpu", "simd") != "avx2" or bool(re.search(_VNNI_WITH_AVX2, cpu)),
         server_cores=bool(re.search(_SERVER, cpu)),
         ssd_bytes_per_s=ssd * GB if ssd else None,
+        mapped_bytes_per_s=mapped * GB if mapped else None,
+        read_around_bytes=int((facts.number("ssd", "read_around_kib") or READ_AROUND_KIB) * KIB),
+        page_cache_bytes=int(cache_gib * GIB) if cache_gib else None,
+        kernels=kernels_of(facts),
         assumed=tuple(assumed),
     )
 

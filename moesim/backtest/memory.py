@@ -1,15 +1,4 @@
-"""Owns the comparison of predicted with reported memory: weights, K/V cache and compute buffers per device, from the ledger of a layout.
-
-Compute buffers of the llama.cpp family, in bytes, per device (the largest of what is live at once decides; DESIGN.md section 5):
-
-    with the head:         micro-batch x (vocabulary + 2 hidden) x 4
-    without it:            micro-batch x (mask x context + 4 x rows x hidden); the mask of llama.cpp is kept in 32 bit (4 bytes) and, for
-                           flash attention, copied to 16 bit beside two of its tiles (8), that of ik_llama.cpp in 16 bit only (2); rows
-                           are the outputs of a token's experts, once with the residual stream and its norm, or twice
-    copying experts:       one matrix of all experts of a layer on top of the second
-    scores written out:    heads x context x micro-batch x 4 on top
-    latent heads expanded: 2 x heads x (key + value width) x context x 2 on top of the first
-"""
+"""Owns the comparison of predicted with reported memory: weights, K/V cache and compute buffers per device, from the ledger of a layout."""
 
 from __future__ import annotations
 
@@ -17,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moesim.architecture import FullAttention, MlaAttention
+from moesim.architecture import MlaAttention
+from moesim.backtest.buffers import compute_buffers, host_compute_buffer, repacked_bytes
 from moesim.backtest.data import FieldRuns, Row
 from moesim.backtest.run import FieldCases, Lacking, Split, run_facts, split_of
 from moesim.errors import InputError
@@ -30,7 +20,10 @@ GB = 1e9
 DRIVER_BYTES = int(0.65 * GB)  # context of the driver and what else draws on the card, in figures of the whole device
 MAIN = "ram"
 SETTINGS = ("n_ubatch", "kv_type", "flash_attn", "ctx_size")
-METRICS = ("gpu_weights_mib", "gpu_kv_mib", "gpu_compute_mib", "gpu_buffers_sum_mib", "host_weights_mib", "kv_total_mib", "vram_stated_gb")
+METRICS = (
+    "gpu_weights_mib", "gpu_kv_mib", "gpu_compute_mib", "gpu_buffers_sum_mib", "host_weights_mib", "host_kv_mib", "host_compute_mib", "kv_total_mib",
+    "vram_stated_gb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,6 +72,8 @@ def _predict(builder: FieldCases, row: Row) -> float:
     runtime = _runtime(row.text("engine"))
     run = run_facts(row, machine, model, runtime)
     split = split_of(row, row.text("offload_kind"), model, bool(machine.gpu_bytes_per_s))
+    if metric == "host_compute_mib" and (not split.on_cpu or machine.gpus):
+        raise Lacking("what the CPU computes on beside a GPU")
     if split.on_cpu and metric in ("gpu_compute_mib", "gpu_buffers_sum_mib"):
         raise Lacking("buffers on a GPU that the run computes nothing on")
     context = row.whole("ctx_size")
@@ -109,6 +104,8 @@ def _values(layout: Layout, lines: Mapping[tuple[str, str], int], split: Split, 
         if mapped or split.on_cpu
         else lines.get((MAIN, "weights"), 0) + lines.get((MAIN, "experts"), 0)
     )
+    if split.on_cpu and runtime.choose("repack", run) == "yes":
+        host += repacked_bytes(layout)
     latent = _transposed(layout, run, runtime, context)
     kv = {tier: lines.get((tier, "kv"), 0) + latent * (tier == ("ram" if split.on_cpu else "vram")) for tier in ("vram", MAIN)}
     compute = 0 if split.on_cpu else sum(_compute(layout, split, run, runtime, row, context, gpus))
@@ -117,6 +114,8 @@ def _values(layout: Layout, lines: Mapping[tuple[str, str], int], split: Split, 
         "gpu_weights_mib": weights / MIB,
         "host_weights_mib": host / MIB,
         "gpu_kv_mib": kv["vram"] / MIB,
+        "host_kv_mib": kv[MAIN] / MIB,
+        "host_compute_mib": host_compute_buffer(layout, runtime, run, row.whole("n_ubatch") or runtime.micro_batch, context) / MIB,
         "kv_total_mib": (kv["vram"] + kv[MAIN]) / MIB,
         "gpu_compute_mib": compute / MIB,
         "gpu_buffers_sum_mib": sums / MIB,
@@ -137,42 +136,6 @@ def _compute(layout: Layout, split: Split, run: RunFacts, runtime: Runtime, row:
     copies = bool(split.cpu_layers) and runtime.name == "llama.cpp"
     tokens = row.whole("n_ubatch") or runtime.micro_batch
     yield from compute_buffers(layout, runtime, run, tokens, context, gpus=max(gpus, 1), copies=copies)
-
-
-def compute_buffers(
-    layout: Layout, runtime: Runtime, run: RunFacts, tokens: int, context: int, *, gpus: int = 1, copies: bool = False
-) -> Iterator[int]:
-    """Yield the bytes of each GPU's compute buffer; the last one holds the head.
-
-    Parameters
-    ----------
-    layout : Layout
-        Of the model and its precision.
-    runtime : Runtime
-    run : RunFacts
-    tokens, context : int
-        Micro-batch, and tokens of the cache.
-    gpus : int
-    copies : bool
-        Whether a prompt's experts in main memory are copied to the GPU.
-    """
-    model = layout.model
-    a = model.attention
-    head = tokens * (model.vocab_size + 2 * model.hidden_size) * 4
-    unfused = runtime.choose("gpu_attention", run) == "unfused"
-    if runtime.name == "ik_llama.cpp":
-        mask, hidden = 2, 2 * model.top_k
-    else:
-        mask, hidden = 4 if unfused else 8, model.top_k + 2
-    body = tokens * (mask * context + 4 * hidden * model.hidden_size)
-    if copies:
-        body += max(model.expert_matrix_bytes(layout.plan, model.moe_layers[-1]).values()) * model.n_experts
-    if unfused and isinstance(a, (FullAttention, MlaAttention)):
-        body += a.n_heads * context * tokens * 4
-    if isinstance(a, MlaAttention) and runtime.choose("latent_prompt", run) == "expanded":
-        head += 2 * a.n_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim) * context * 2
-    yield from [body] * (gpus - 1)
-    yield max(head, body if gpus == 1 else 0)
 
 
 def _runtime(engine: str) -> Runtime:

@@ -7,14 +7,17 @@ filled in and listed in ``assumed``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moesim import resources
 from moesim.architecture import FullAttention, LinearAttention, MlaAttention
 from moesim.backtest.attained import as_executed, as_found, attain
+from moesim.backtest.buffers import host_compute_buffer
 from moesim.backtest.data import METRICS, FieldRuns, Row
 from moesim.backtest.machine import Machine, machine_of, profile_of
 from moesim.backtest.model import model_of
@@ -35,6 +38,8 @@ from moesim.steady import Part, StepShape, expert_rows, merged, price, projectio
 KV_FORMATS = {"f16": "fp16", "fp16": "fp16", "bf16": "bf16", "f32": "fp32", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0",
               "q5_1": "Q5_1", "iq4_nl": "IQ4_NL", "q6_0": "Q6_K"}  # fmt: skip
 MANY_EXPERTS = 128
+SETTLED = 200  # rounds until two equations that hold together have settled
+IN_FLIGHT = 2  # windows of read-around whose pages take room before anything uses them
 SHORT_ANSWER = 128  # tokens of an answer whose length nobody stated
 PLACEMENTS = ("cpu_only", "full_gpu", "gpu_cpu_experts", "gpu_cpu_layers", "ssd")
 NORM_KERNELS = 6  # of models with normed queries and keys: two norms and their scales, the sum and the division of router weights
@@ -67,8 +72,18 @@ class FieldCase:
 
     def seconds(self, rates: Rates) -> dict[str, float]:
         """Return the predicted seconds of the step by part."""
-        it = attain(self.machine, self.runtime, self.run, rates, prefill=self.mode == "prefill", cores=self.cores)
+        it = attain(
+            self.machine, self.runtime, self.run, rates, prefill=self.mode == "prefill", cores=self.cores, step_bytes=self._key_bytes
+        )
         return price(as_executed(self.parts, it), CostModel(as_found(self.layout.hardware, it)))
+
+    @property
+    def _key_bytes(self) -> float:
+        """Bytes of one token's keys in a layer's cache."""
+        a = self.model.attention
+        if not isinstance(a, FullAttention):
+            return 0.0
+        return self.layout.plan.format("kv", 0, "k").bytes_for(1, a.n_kv_heads * a.head_dim)
 
     def device(self, part: str) -> str:
         """Return what a part of the step's time depends on: the cpu, the gpu or the drive."""
@@ -118,6 +133,12 @@ class FieldCases:
             return model.model_copy(update={"experts": model.experts.model_copy(update={"top_k": top_k})})
         return model
 
+    def _chances(self, row: Row) -> list[float]:
+        """Chances of a model's experts to be used by a token, as its record states them; empty where it does not."""
+        facts = self.data.models.get(row.text("model"))
+        count = len(facts.items("expert_chances")) if facts else 0
+        return [facts.number("expert_chances", i) or 0.0 for i in range(count)] if facts else []
+
     def plan(self, model: ModelSpec, row: Row, runtime: Runtime) -> PrecisionPlan:
         """Return the precision of a row's file and cache."""
         bits = row.number("bits_per_weight")
@@ -160,7 +181,8 @@ class FieldCases:
         plan = self.plan(model, row, runtime)
         run = run_facts(row, machine, model, runtime)
         mode = METRICS[row.text("metric")]
-        step = _step(row, runtime, mode)
+        walks = split.on_cpu and runtime.choose("cpu_attention", run) == "serial"  # token by token, and no further than there are any
+        step = _step(row, runtime, mode, 1 if walks else runtime.kv_round_tokens)
         try:
             layout = Layout(_scenario(row, step, split, runtime, run), model, plan, profile)
         except InputError as error:
@@ -169,7 +191,7 @@ class FieldCases:
         if step.new_tokens == 1:
             skew = rates["routing_concentration" if model.n_experts >= MANY_EXPERTS else "routing_concentration_few"]
         rows = expert_rows(model.n_experts, model.top_k, step.tokens, skew)
-        misses = _misses(layout, machine, split, rates) if placement == "ssd" else 0.0
+        misses = _misses(row, layout, machine, runtime, run, split, rates, self._chances(row)) if placement == "ssd" else 0.0
         parts = merged(_parts(layout, runtime, run, step, rows, split, misses))
         return FieldCase(
             row, machine, model, runtime, run, layout, step, mode, split.cpu_layers, cores, parts, (*machine.assumed, *assumed)
@@ -239,15 +261,68 @@ def effective_cores(threads: int | None, cores: int | None) -> float:
     return used / math.ceil(used / (cores or used))
 
 
-def _misses(layout: Layout, machine: Machine, split: Split, rates: Rates) -> float:
-    """Share of the experts' bytes that the page cache does not hold, if all experts are equally likely."""
+def _misses(
+    row: Row, layout: Layout, machine: Machine, runtime: Runtime, run: RunFacts, split: Split, rates: Rates, chances: Sequence[float]
+) -> float:
+    """Bytes that a token reads from the drive, over those of the experts in main memory that it uses."""
     model, plan = layout.model, layout.plan
-    experts = model.part_bytes(plan, "routed_experts")
-    elsewhere = 1 - split.cpu_layers / max(len(model.moe_layers), 1) if split.cpu_layers else 0.0
-    host = experts * (1 - elsewhere)
-    dense = (model.weight_bytes(plan) - experts) if split.on_cpu or machine.platform == "soc" else 0
-    cache = max((machine.ram_bytes or 0) * rates["page_cache_share"] - dense, 0)
-    return min(max(1 - cache / host, 0.0), 1.0)
+    all_experts = model.part_bytes(plan, "routed_experts")
+    experts = all_experts * (split.cpu_layers / max(len(model.moe_layers), 1) if split.cpu_layers else 1.0)
+    dense = (model.weight_bytes(plan) - all_experts) if split.on_cpu or machine.platform == "soc" else 0
+    if machine.page_cache_bytes:
+        cache = machine.page_cache_bytes - _own_bytes(row, layout, runtime, run) - IN_FLIGHT * machine.read_around_bytes
+    else:
+        cache = (machine.ram_bytes or 0) * rates["page_cache_share"]
+    used = model.top_k / model.n_experts
+    matrix = max(model.expert_matrix_bytes(plan, model.moe_layers[-1]).values())
+    read = reread_share(cache / (experts + dense), chances or [used], machine.read_around_bytes / matrix)
+    return read * (experts + dense) / (used * experts)
+
+
+def _own_bytes(row: Row, layout: Layout, runtime: Runtime, run: RunFacts) -> float:
+    """Bytes of the K/V cache and the compute buffer."""
+    context, model = row.whole("ctx_size") or layout.context_tokens, layout.model
+    per_token = sum(model.kv_bytes_per_token(layout.plan, i, layout.scenario.memory.mla_compressed) for i in range(model.n_layers))
+    return context * per_token + host_compute_buffer(layout, runtime, run, row.whole("n_ubatch") or runtime.micro_batch, context)
+
+
+def reread_share(cached: float, chances: Sequence[float], around: float) -> float:
+    """Return the share of a mapped file that each token reads from the drive again.
+
+    Memory that is full gives pages up as if at random. A token walks through the file and uses piece i with chance q; a piece that is
+    used and absent brings in what is absent of ``around`` pieces. With u the chance that piece i is absent when the walk comes by, it is
+    read then with chance a, and from one token to the next each present piece survives with chance exp(-read / cached):
+
+        a = 1 - (1 - q) w,    w = exp((around - 1) mean(log(1 - q u))),    u = 1 - (1 - u (1 - a)) exp(-read / cached),    read = mean(u a)
+
+    which is ``q (1 - cached)`` for single pieces of which few are used, and a sweep, 1 - read = exp(-read / cached), for many.
+
+    Parameters
+    ----------
+    cached : float
+        Size of the cache over that of the file.
+    chances : sequence of float
+        Of a piece to be used by a token, one for each kind of piece; kinds are equally frequent and mixed evenly.
+    around : float
+        Pieces that a fault brings in, itself included; less than one counts as one.
+    """
+    if cached >= 1:
+        return 0.0
+    q, others = np.asarray(chances, np.float64), max(around - 1, 0.0)
+
+    def found(read: float) -> float:
+        """What is read, if what is read again between two visits of a piece were ``read``."""
+        survives, a = math.exp(-read / max(cached, 1e-9)), np.ones_like(q)
+        for _ in range(SETTLED):
+            u = (1 - survives) / (1 - survives * (1 - a))
+            a = 1 - (1 - q) * math.exp(others * float(np.log1p(-np.minimum(q * u, 1 - 1e-12)).mean()))
+        return float((u * a).mean())
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        read = (low + high) / 2
+        low, high = (read, high) if found(read) > read else (low, read)
+    return low
 
 
 def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) -> RunFacts:
@@ -270,7 +345,8 @@ def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) ->
     return replace(run, flash=runtime.choose("flash", run) == "yes" if stated is None else bool(stated))
 
 
-def _step(row: Row, runtime: Runtime, mode: str) -> StepShape:
+def _step(row: Row, runtime: Runtime, mode: str, round_tokens: int) -> StepShape:
+    """The step that a row measures; a cache is read in pieces of ``round_tokens``."""
     depth, prompt = row.number("depth_n_kv"), row.number("prompt_tokens")
     if mode == "prefill":
         if not prompt:
@@ -281,7 +357,7 @@ def _step(row: Row, runtime: Runtime, mode: str) -> StepShape:
         depth = prompt or 0
     answer = row.number("gen_tokens") or SHORT_ANSWER
     context = int(depth + answer / 2) + 1
-    return StepShape(max(row.whole("concurrency") or 1, 1), 1, -(-context // runtime.kv_round_tokens) * runtime.kv_round_tokens)
+    return StepShape(max(row.whole("concurrency") or 1, 1), 1, -(-context // round_tokens) * round_tokens)
 
 
 def _scenario(row: Row, step: StepShape, split: Split, runtime: Runtime, run: RunFacts) -> Scenario:

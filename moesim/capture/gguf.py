@@ -5,7 +5,6 @@ Every token of a prompt is asked for output, because the engine's last layer see
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from moesim.capture.files import parts_beside, prompts_of
 from moesim.capture.llama_cpp import VERSION, LlamaCpp
 from moesim.errors import InputError
+from moesim.host.cores import cores
 from moesim.model_files.gguf_model import model_from_gguf
 from moesim.trace import DECODE, PREFILL, RoutingTrace
 
@@ -69,7 +69,7 @@ def capture_gguf(
         heard.clear()
         return np.stack(layers, axis=1).astype(np.int16)
 
-    threads = len(os.sched_getaffinity(0))
+    threads = cores()
     with parts_beside(out) as parts:
         with (
             LlamaCpp(model, context=longest + new_tokens, threads=threads, watch=lambda name: name.startswith(TENSOR), see=see) as llama,

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from moesim.cli.options import Format, Output, bundled, check_target, note, say, writing
 from moesim.errors import EXIT_DOES_NOT_FIT, InputError
+from moesim.host.cores import cores
 from moesim.report import sweep as report_sweep
 from moesim.sweep import Sweep, plan_sweep, sweep
-from moesim.sweep.run import cores, on_cluster, on_cores
+from moesim.sweep.run import on_cluster, on_cores
 from moesim.sweep.space import MOST_POINTS, code_identity
 from moesim.sweep.store import Store
 from moesim.sweep.trials import SAMPLERS

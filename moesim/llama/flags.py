@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moesim.architecture import MlaAttention
-from moesim.backtest.memory import compute_buffers
+from moesim.backtest.buffers import compute_buffers
 from moesim.config import Document, build
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile, kind

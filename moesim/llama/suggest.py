@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from moesim.architecture import MlaAttention
-from moesim.backtest.memory import compute_buffers
+from moesim.backtest.buffers import compute_buffers
 from moesim.errors import DoesNotFit
 from moesim.hardware import kind
 from moesim.layout import Layout

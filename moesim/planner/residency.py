@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moesim.policies.cache import ExpertPool
 from moesim.schedule import Dep
@@ -24,10 +24,10 @@ class Resident:
     slot: int
     bytes: int
     grows_bytes: int  # what its arrival added to the arena: its size less the bytes of those who left for it
-    waits: Deps = field(default_factory=list)  # what must end before it may be loaded into its room
-    loads: list[int] = field(default_factory=list)
-    uses: list[int] = field(default_factory=list)  # FFNs of the latest step that used it
-    reads: list[int] = field(default_factory=list)  # the latest copy of it to another tier
+    waits: Deps  # what must end before it may be loaded into its room; like those below it is replaced, never changed
+    loads: Sequence[int] = ()
+    uses: Sequence[int] = ()  # FFNs of the latest step that used it
+    reads: Sequence[int] = ()  # the latest copy of it to another tier
     prefetched: bool = False  # brought in on a prediction and not used since
 
     def leaving(self) -> Deps:
@@ -53,7 +53,7 @@ class Rooms:
         if self.untouched >= n_bytes:
             self.untouched -= n_bytes
             self.next_slot += 1
-            return Resident(self.next_slot - 1 if self.numbered else -1, n_bytes, n_bytes, list(self.ready))
+            return Resident(self.next_slot - 1 if self.numbered else -1, n_bytes, n_bytes, self.ready)
         if self.numbered:
             slot, _, waits = self.freed.popleft()
             return Resident(slot, n_bytes, 0, waits)

@@ -19,10 +19,11 @@ import numpy as np
 from moesim import __version__
 from moesim.config import command
 from moesim.errors import InputError
+from moesim.host.cores import cores
 from moesim.html_table import html_table
 from moesim.sweep.pareto import front
 from moesim.sweep.record import NAMES, Bound, limits_of, objectives_of, value, violation
-from moesim.sweep.run import Evaluator, Runner, cores, on_cores
+from moesim.sweep.run import Evaluator, Runner, on_cores
 from moesim.sweep.space import MOST_POINTS, Point, Space, code_identity
 from moesim.sweep.spec import SweepSpec, load_sweep
 from moesim.sweep.store import Row, Store

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import queue
 import time
 from collections import deque
@@ -20,12 +19,13 @@ from typing import Any
 from moesim.errors import InputError, MoesimError
 from moesim.sweep.space import Point, Resolved, Space, code_identity
 from moesim.sweep.store import Row, Store
-from moesim.sweep.work import Chunk, compute
+from moesim.sweep.work import Chunk, compute, compute_apart
 
 TOGETHER = 128  # most points of a chunk: what is lost at most when a worker dies
 CONNECT_S = 30.0  # how long a lost scheduler is waited for, each time
 LOOK_S = 2.0  # how often a client looks which workers there are
-AHEAD = 3  # chunks submitted for each thread of the cluster: enough that none waits for the client
+AHEAD = 3  # tasks submitted for each thread of the cluster: enough that none waits for the client
+TASK_S = 0.5  # of computing that a task holds at least, while there is enough to do: scheduling one takes some 10 ms
 ATTEMPTS = 5  # connections in a row without a single result, until the cluster is given up
 Runner = Callable[[Sequence[Chunk]], Iterator[list[Row]]]
 
@@ -110,17 +110,12 @@ def on_cores(jobs: int) -> Runner:
 
         pool = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs")
         try:
-            yield from pool(joblib.delayed(compute)(chunk) for chunk in chunks)
+            yield from pool(joblib.delayed(compute_apart)([chunk]) for chunk in chunks)
         except TerminatedWorkerError:
             fix = "what is finished is stored: run again with fewer --jobs"
             raise InputError("sweep", expected="workers that live", got="one that was killed, often for want of memory", fix=fix) from None
 
     return run
-
-
-def cores() -> int:
-    """Return the processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def on_cluster(address: str) -> Runner:
@@ -152,8 +147,9 @@ def on_cluster(address: str) -> Runner:
                     ) from None
                 continue
             try:
-                for rows, chunk in _submitted(client, tuple(left)):
-                    left.remove(chunk)
+                for rows, done in _submitted(client, tuple(left)):
+                    for chunk in done:
+                        left.remove(chunk)
                     failures = 0
                     yield rows
             except _Lost:
@@ -173,27 +169,31 @@ class _Lost(Exception):
     """The scheduler went away with work that it held."""
 
 
-def _submitted(client: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Row], Chunk]]:
-    """Submit chunks, a few more than there are threads at a time; yield results as they arrive."""
+def _submitted(client: Any, chunks: Sequence[Chunk]) -> Iterator[tuple[list[Row], Sequence[Chunk]]]:
+    """Submit chunks, somewhat more than there are threads at a time; yield results as they arrive, with the chunks they are of."""
     waiting = deque(chunks)
-    under_way: dict[Any, Chunk] = {}
+    under_way: dict[Any, Sequence[Chunk]] = {}
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    slots, asked = 0, -math.inf
+    slots, asked, began, finished = 0, -math.inf, time.monotonic(), 0
     while waiting or under_way:
         if time.monotonic() - asked > LOOK_S:  # workers come and go
             if client.status != "running":
                 raise _Lost
             slots, asked = max(sum(client.nthreads().values()), 1), time.monotonic()
         while waiting and len(under_way) < AHEAD * slots:
-            chunk = waiting.popleft()
-            future = client.submit(compute, chunk, pure=False)
-            under_way[future] = chunk
+            pace = finished / slots / (time.monotonic() - began)
+            size = max(1, min(int(TASK_S * pace), len(waiting) // (AHEAD * slots)))
+            task = [waiting.popleft() for _ in range(size)]
+            future = client.submit(compute_apart, task, pure=False)
+            under_way[future] = task
             future.add_done_callback(arrived.put)
         try:
             future = arrived.get(timeout=LOOK_S)
         except queue.Empty:
             continue
-        yield _result(future), under_way.pop(future)
+        rows, done = _result(future), under_way.pop(future)
+        finished += len(done)
+        yield rows, done
 
 
 def _result(future: Any) -> list[Row]:

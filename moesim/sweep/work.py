@@ -6,10 +6,14 @@ on them. Each gives the result of a run of its own, byte for byte. Routing that 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +32,8 @@ from moesim.sweep.store import Row
 MOST_KEPT_TASKS = 8_000_000  # of a schedule that is kept for other points; some 1 GB
 MOST_ROUTINGS = 32
 MOST_CELLS = 4_000_000  # of a routing that is kept: some 10 MB
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # malloc.h
+MOST_KEPT_BLOCK = 32 << 20  # the most that it takes
 _routings: OrderedDict[str, Routing] = OrderedDict()
 
 
@@ -43,6 +49,28 @@ class Chunk:
 
     def __len__(self) -> int:
         return len(self.points)
+
+
+def compute_apart(chunks: Sequence[Chunk]) -> list[Row]:
+    """Return the rows of several chunks, in a process that does nothing else; it is made fit for many small points at the first call."""
+    rows = [row for chunk in chunks for row in compute(chunk)]
+    _settle()
+    return rows
+
+
+@cache
+def _settle() -> None:
+    """Keep what costs a short point as much time as itself: collections that walk over all imports, and memory that is mapped anew.
+
+    Workers of Dask are started with a limit to how much freed memory is kept, which stops the C library from learning that large blocks
+    recur: each array is then mapped, and its pages are faulted in, every time.
+    """
+    gc.collect()
+    gc.freeze()
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(MMAP_THRESHOLD, MOST_KEPT_BLOCK)
+        mallopt(TRIM_THRESHOLD, 4 * MOST_KEPT_BLOCK)
 
 
 def compute(chunk: Chunk) -> list[Row]:

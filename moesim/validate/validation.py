@@ -19,6 +19,7 @@ from moesim import __version__
 from moesim.calibrate.calibration import processor
 from moesim.config import content_hash
 from moesim.hardware import HardwareProfile, load_hardware
+from moesim.host.cores import cores
 from moesim.validate.case import Stores
 from moesim.validate.comparison import Executed, compare
 from moesim.validate.oom import find_points
@@ -103,7 +104,7 @@ def provenance(suite: str, machine: HardwareProfile, repeats: int, seed: int) ->
         "profile_hash": content_hash(machine),
         "machine": {
             "processor": processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": cores(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),

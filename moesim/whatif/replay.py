@@ -5,6 +5,7 @@ Speed is what the run is about: decode tokens/s of one sequence where it decodes
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -14,12 +15,14 @@ from moesim.cost import CostModel
 from moesim.engines.retime import retime
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile
+from moesim.host.cores import cores
 from moesim.metrics import PS
 from moesim.schedule import Ints, Schedule
 from moesim.simulate import Case, Result, simulate
 from moesim.whatif.figures import on
 
 AT_A_TIME = 64  # machines whose costs are held at once
+WORTH_PROCESSES_S = 5.0  # of planning anew
 
 
 def speed(steps: Ints, end_ps: Ints) -> float:
@@ -72,7 +75,7 @@ class Replay:
         """Return tokens/s on machines that differ from the case's in figures that only price work."""
         timing = self.case.scenario.timing
         if self.case.layout.depends_on != {"trace"} or timing.jitter or timing.background:
-            return [self.again(on(self.case, machine)) for machine in machines]
+            return self._planned_anew([on(self.case, machine) for machine in machines])
         steps = np.concatenate([f.steps for f in self.schedule.fragments])
         out: list[float] = []
         for first in range(0, len(machines), AT_A_TIME):
@@ -81,7 +84,19 @@ class Replay:
             out += [speed(steps, ends) for ends in retime(self.schedule, costs).step_end_ps]
         return out
 
-    def again(self, case: Case) -> float:
+    def _planned_anew(self, cases: Sequence[Case]) -> list[float]:
+        """Run cases on all cores where that saves more than starting processes costs."""
+        began = time.perf_counter()
+        out = [self.again(case) for case in cases[:1]]
+        expected_s = (time.perf_counter() - began) * (len(cases) - 1)
+        if expected_s < WORTH_PROCESSES_S or cores() == 1:
+            return out + [self.again(case) for case in cases[1:]]
+        import joblib
+
+        return out + list(joblib.Parallel(n_jobs=cores(), batch_size=1)(joblib.delayed(Replay.again)(case) for case in cases[1:]))
+
+    @staticmethod
+    def again(case: Case) -> float:
         """Return tokens/s of a case that is planned anew; nan where it does not fit or cannot be."""
         try:
             return speed_of(simulate(case, keep=False))
