@@ -72,7 +72,7 @@ def test_measured_rows_become_a_folder_that_is_predicted(model: Path, tmp_path: 
     }  # fmt: skip
     found = []
     for row in (Row("a", "small", "Q8_0"), Row("b", "small", "Q8_0", depth=20), Row("c", "small", "Q8_0", prompt=8)):
-        asked = Asked(str(model), depth=row.depth, context=256, prompt=row.prompt, tokens=3, repeats=2)
+        asked = Asked(str(model), depth=row.depth, context=1024, prompt=row.prompt, tokens=3, repeats=2)
         got = measure(asked)
         assert 0 < got["cpu_s"] < 1 and got["buffers"]["model_mib"] > 1
         extra = {"bytes": model.stat().st_size, "chances": [0.25] * SMALL.experts, "processes_cpu_s": [got["cpu_s"]]}
