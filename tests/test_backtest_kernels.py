@@ -14,7 +14,7 @@ from moesim.backtest import backtest
 from moesim.backtest.data import Facts, read_field_runs
 from moesim.backtest.kernels import kernels_of
 from moesim.backtest.memory import predict_memory
-from moesim.backtest.run import reread_share
+from moesim.backtest.paging import reread_share
 
 KERNELS = {
     "products": [

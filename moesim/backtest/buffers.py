@@ -61,14 +61,13 @@ def compute_buffers(
     yield max(head, body if gpus == 1 else 0)
 
 
-def host_compute_buffer(layout: Layout, runtime: Runtime, run: RunFacts, tokens: int, context: int) -> int:
+def host_compute_buffer(layout: Layout, run: RunFacts, tokens: int, context: int) -> int:
     """Return the bytes of the compute buffer of a run on the CPU alone; see the module for the formula.
 
     Parameters
     ----------
     layout : Layout
         Of the model and its precision.
-    runtime : Runtime
     run : RunFacts
     tokens, context : int
         Micro-batch, and tokens of the cache.

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moesim import resources
 from moesim.architecture import FullAttention, LinearAttention, MlaAttention
 from moesim.backtest.attained import as_executed, as_found, attain
@@ -21,6 +19,7 @@ from moesim.backtest.buffers import host_compute_buffer
 from moesim.backtest.data import METRICS, FieldRuns, Row
 from moesim.backtest.machine import Machine, machine_of, profile_of
 from moesim.backtest.model import model_of
+from moesim.backtest.paging import reread_share
 from moesim.backtest.precision import plan_of
 from moesim.cost import CostModel
 from moesim.errors import InputError
@@ -38,7 +37,6 @@ from moesim.steady import Part, StepShape, expert_rows, merged, price, projectio
 KV_FORMATS = {"f16": "fp16", "fp16": "fp16", "bf16": "bf16", "f32": "fp32", "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1", "q5_0": "Q5_0",
               "q5_1": "Q5_1", "iq4_nl": "IQ4_NL", "q6_0": "Q6_K"}  # fmt: skip
 MANY_EXPERTS = 128
-SETTLED = 200  # rounds until two equations that hold together have settled
 IN_FLIGHT = 2  # windows of read-around whose pages take room before anything uses them
 SHORT_ANSWER = 128  # tokens of an answer whose length nobody stated
 PLACEMENTS = ("cpu_only", "full_gpu", "gpu_cpu_experts", "gpu_cpu_layers", "ssd")
@@ -283,46 +281,7 @@ def _own_bytes(row: Row, layout: Layout, runtime: Runtime, run: RunFacts) -> flo
     """Bytes of the K/V cache and the compute buffer."""
     context, model = row.whole("ctx_size") or layout.context_tokens, layout.model
     per_token = sum(model.kv_bytes_per_token(layout.plan, i, layout.scenario.memory.mla_compressed) for i in range(model.n_layers))
-    return context * per_token + host_compute_buffer(layout, runtime, run, row.whole("n_ubatch") or runtime.micro_batch, context)
-
-
-def reread_share(cached: float, chances: Sequence[float], around: float) -> float:
-    """Return the share of a mapped file that each token reads from the drive again.
-
-    Memory that is full gives pages up as if at random. A token walks through the file and uses piece i with chance q; a piece that is
-    used and absent brings in what is absent of ``around`` pieces. With u the chance that piece i is absent when the walk comes by, it is
-    read then with chance a, and from one token to the next each present piece survives with chance exp(-read / cached):
-
-        a = 1 - (1 - q) w,    w = exp((around - 1) mean(log(1 - q u))),    u = 1 - (1 - u (1 - a)) exp(-read / cached),    read = mean(u a)
-
-    which is ``q (1 - cached)`` for single pieces of which few are used, and a sweep, 1 - read = exp(-read / cached), for many.
-
-    Parameters
-    ----------
-    cached : float
-        Size of the cache over that of the file.
-    chances : sequence of float
-        Of a piece to be used by a token, one for each kind of piece; kinds are equally frequent and mixed evenly.
-    around : float
-        Pieces that a fault brings in, itself included; less than one counts as one.
-    """
-    if cached >= 1:
-        return 0.0
-    q, others = np.asarray(chances, np.float64), max(around - 1, 0.0)
-
-    def found(read: float) -> float:
-        """What is read, if what is read again between two visits of a piece were ``read``."""
-        survives, a = math.exp(-read / max(cached, 1e-9)), np.ones_like(q)
-        for _ in range(SETTLED):
-            u = (1 - survives) / (1 - survives * (1 - a))
-            a = 1 - (1 - q) * math.exp(others * float(np.log1p(-np.minimum(q * u, 1 - 1e-12)).mean()))
-        return float((u * a).mean())
-
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        read = (low + high) / 2
-        low, high = (read, high) if found(read) > read else (low, read)
-    return low
+    return context * per_token + host_compute_buffer(layout, run, row.whole("n_ubatch") or runtime.micro_batch, context)
 
 
 def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) -> RunFacts:
