@@ -103,7 +103,7 @@ def attain(
         cpu_flops_per_s=prefill_flops if prefill else decode_flops,
         cpu_attention_flops_per_s=cpu_attention,
         cpu_kernel_s=operator,
-        serial_head_token_s=0.0 if prefill and machine.kernels else head_token,
+        serial_head_token_s=head_token,
         cores=cores,
         cache_traffic=rates["gpu_cache_traffic"],
         converts=converts,
