@@ -19,6 +19,7 @@ from moesim.generate.fit import fit, statistics
 from moesim.generate.like import generate
 from moesim.generate.routing_profile import LikeProfile, save_like
 from moesim.trace import RoutingTrace, load_trace
+from moesim.trace_stats import reuse
 
 
 def small_profile(rank: int = 3, classes: int = 4, layers: int = 3, experts: int = 8) -> LikeProfile:
@@ -114,6 +115,16 @@ def test_parts_of_the_model_do_what_they_say() -> None:
     trace = generate(early, 400, np.random.default_rng(0), n_sequences=2, prefill_rows=100)
     hot = (trace.expert_ids == 5).any(axis=2).mean(axis=1)
     assert hot[trace.phase == 0].mean() > 0.9 > 0.6 > hot[trace.phase == 1].mean()
+
+
+def test_calibration_meets_the_reuse_of_the_trace(real: tuple[RoutingTrace, RoutingTrace]) -> None:
+    """Compared with the half it was fitted to. Lag 2 is let out: a kept row may be kept again, which ties it to lag 1."""
+    a = real[0]
+    profile = fit(a, np.random.default_rng(1), rank=24, classes=12, max_rows=2000)
+    lengths = [stop - start for start, stop in a.sequences]
+    drawn = generate(profile, 4 * a.n_rows, np.random.default_rng(2), lengths=4 * lengths)
+    off = {lag: reuse(drawn, lag)["micro"] - reuse(a, lag)["micro"] for lag in (1, 4, 8, 16, 64)}
+    assert max(map(abs, off.values())) < 0.025, off
 
 
 def test_covariance_of_the_mean_of_few_sequences() -> None:
