@@ -34,8 +34,6 @@ axes:
   hardware_scale.pcie_h2d: {from: 0.25, to: 2.5, steps: 10}
   hardware_set.devices.gpu.launch: {from: 2 us, to: 20 us, steps: 10}
 """
-
-
 PAIRS = 3
 
 

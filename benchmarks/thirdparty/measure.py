@@ -17,17 +17,20 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from moesim.backtest.kernels import PAGE_BYTES
+from moesim.capture.gguf import TENSOR
 from moesim.capture.llama_cpp import LlamaCpp
 
 BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output) buffer size =\s+([\d.]+) MiB")
 GROUPS = Path("/sys/fs/cgroup/memory")
 WARM_TOKENS = 4
-PAGE_BYTES, PIECE_BYTES = 4096, 1 << 19
+PIECE_BYTES = 1 << 19
 ROUTED_TOKENS = 300
 WALKS, WALKED = 15, 1 / 8
 
@@ -116,11 +119,12 @@ def measure(asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@cache
 def chances(path: str, top_k: int, experts: int) -> list[float]:
     """Return the chances of experts to be used by a token, the highest first, in the mean over layers: what a routing trace says."""
     ids: dict[str, list[np.ndarray]] = {}
     with LlamaCpp(
-        Path(path), repack=False, watch=lambda name: name.startswith("ffn_moe_topk"), see=lambda name, found: ids.setdefault(name, []).append(found)
+        Path(path), repack=False, watch=lambda name: name.startswith(TENSOR), see=lambda name, found: ids.setdefault(name, []).append(found)
     ) as llama:  # fmt: skip
         for token in np.random.default_rng(1).integers(2, llama.vocabulary, ROUTED_TOKENS):
             llama.decode([int(token)])

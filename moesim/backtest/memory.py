@@ -9,7 +9,7 @@ from typing import Any
 from moesim.architecture import MlaAttention
 from moesim.backtest.buffers import compute_buffers, host_compute_buffer, repacked_bytes
 from moesim.backtest.data import FieldRuns, Row
-from moesim.backtest.run import FieldCases, Lacking, Split, run_facts, split_of
+from moesim.backtest.run import FieldCases, Lacking, Split, micro_batch, run_facts, split_of
 from moesim.errors import InputError
 from moesim.layout import Layout
 from moesim.runtimes import RunFacts, Runtime, runtime_of
@@ -115,7 +115,7 @@ def _values(layout: Layout, lines: Mapping[tuple[str, str], int], split: Split, 
         "host_weights_mib": host / MIB,
         "gpu_kv_mib": kv["vram"] / MIB,
         "host_kv_mib": kv[MAIN] / MIB,
-        "host_compute_mib": host_compute_buffer(layout, run, row.whole("n_ubatch") or runtime.micro_batch, context) / MIB,
+        "host_compute_mib": host_compute_buffer(layout, run, micro_batch(row, runtime), context) / MIB,
         "kv_total_mib": (kv["vram"] + kv[MAIN]) / MIB,
         "gpu_compute_mib": compute / MIB,
         "gpu_buffers_sum_mib": sums / MIB,
@@ -134,7 +134,7 @@ def _transposed(layout: Layout, run: RunFacts, runtime: Runtime, context: int) -
 
 def _compute(layout: Layout, split: Split, run: RunFacts, runtime: Runtime, row: Row, context: int, gpus: int) -> Iterator[int]:
     copies = bool(split.cpu_layers) and runtime.name == "llama.cpp"
-    tokens = row.whole("n_ubatch") or runtime.micro_batch
+    tokens = micro_batch(row, runtime)
     yield from compute_buffers(layout, runtime, run, tokens, context, gpus=max(gpus, 1), copies=copies)
 
 
@@ -158,7 +158,7 @@ def _scenario(row: Row, split: Split, moe: tuple[int, ...], context: int, runtim
         shared = row.whole("shared_expert_layers_on_cpu")
         if shared:
             layers += [{"layers": list(moe[:shared]), "part": "shared_expert", "device": "cpu"}]
-    tokens = row.whole("n_ubatch") or runtime.micro_batch
+    tokens = micro_batch(row, runtime)
     return Scenario.model_validate({
         "name": row.row_id, "model": row.text("model"), "hardware": row.text("machine"), "trace": {"generate": "uniform"}, "granularity": "layer",
         "workload": {"prompt_tokens": tokens, "output_tokens": 1, "prefill_chunk": tokens},

@@ -134,8 +134,9 @@ class FieldCases:
     def _chances(self, row: Row) -> list[float]:
         """Chances of a model's experts to be used by a token, as its record states them; empty where it does not."""
         facts = self.data.models.get(row.text("model"))
-        count = len(facts.items("expert_chances")) if facts else 0
-        return [facts.number("expert_chances", i) or 0.0 for i in range(count)] if facts else []
+        if facts is None:
+            return []
+        return [facts.number("expert_chances", i) or 0.0 for i in range(len(facts.items("expert_chances")))]
 
     def plan(self, model: ModelSpec, row: Row, runtime: Runtime) -> PrecisionPlan:
         """Return the precision of a row's file and cache."""
@@ -281,7 +282,7 @@ def _own_bytes(row: Row, layout: Layout, runtime: Runtime, run: RunFacts) -> flo
     """Bytes of the K/V cache and the compute buffer."""
     context, model = row.whole("ctx_size") or layout.context_tokens, layout.model
     per_token = sum(model.kv_bytes_per_token(layout.plan, i, layout.scenario.memory.mla_compressed) for i in range(model.n_layers))
-    return context * per_token + host_compute_buffer(layout, run, row.whole("n_ubatch") or runtime.micro_batch, context)
+    return context * per_token + host_compute_buffer(layout, run, micro_batch(row, runtime), context)
 
 
 def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) -> RunFacts:
@@ -304,13 +305,18 @@ def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) ->
     return replace(run, flash=runtime.choose("flash", run) == "yes" if stated is None else bool(stated))
 
 
+def micro_batch(row: Row, runtime: Runtime) -> int:
+    """Return the tokens that a run computes at once at most."""
+    return row.whole("n_ubatch") or runtime.micro_batch
+
+
 def _step(row: Row, runtime: Runtime, mode: str, round_tokens: int) -> StepShape:
     """The step that a row measures; a cache is read in pieces of ``round_tokens``."""
     depth, prompt = row.number("depth_n_kv"), row.number("prompt_tokens")
     if mode == "prefill":
         if not prompt:
             raise Lacking("length of the prompt not stated")
-        chunk = max(min(row.whole("n_ubatch") or runtime.micro_batch, int(prompt)), 1)
+        chunk = max(min(micro_batch(row, runtime), int(prompt)), 1)
         return StepShape(1, chunk, int((depth or 0) + (prompt + chunk) / 2))
     if depth is None:
         depth = prompt or 0
