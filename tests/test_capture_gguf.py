@@ -17,7 +17,9 @@ from benchmarks.thirdparty.__main__ import Row  # noqa: E402
 from benchmarks.thirdparty.folder import write_folder  # noqa: E402
 from benchmarks.thirdparty.measure import Asked, measure  # noqa: E402
 from benchmarks.thirdparty.models import SHAPES, Shape, write  # noqa: E402
+from benchmarks.thirdparty.probe import attention as probed_attention  # noqa: E402
 from benchmarks.thirdparty.report import report  # noqa: E402
+from moesim.backtest.kernels import CpuKernels  # noqa: E402
 from moesim.capture.gguf import capture_gguf  # noqa: E402
 from moesim.errors import InputError  # noqa: E402
 
@@ -82,3 +84,14 @@ def test_measured_rows_become_a_folder_that_is_predicted(model: Path, tmp_path: 
     table = report(tmp_path).splitlines()
     assert [line.split(" | ")[0] for line in table[2:5]] == ["| a", "| b", "| c"]
     assert any("host_kv_mib: off by 0.00%" in line for line in table)
+
+
+def test_the_probe_finds_the_attention_law_that_the_prediction_uses() -> None:
+    law = CpuKernels({}, {}, {}, {("f16", True): (5e-9, 0.15e-9, 20e-9)})
+
+    def run(shape: Shape, _quant: str, *, kv: str, flash: bool, depth: int) -> dict[str, float]:
+        step = shape.kv_heads * shape.head_dim * 2
+        return {"cpu_s": 1e-3 + shape.layers * shape.heads * depth * (law.head_token_s(kv, flash, shape.head_dim, step) or 0.0)}
+
+    found = probed_attention(run, "f16", True)
+    assert (found["token_ns"], found["element_ns"], found["page_ns"]) == pytest.approx((5, 0.15, 20), abs=1e-3)

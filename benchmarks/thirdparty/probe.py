@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.thirdparty.measure import Asked
 from benchmarks.thirdparty.models import Shape, write
+from moesim.backtest.kernels import PAGE_BYTES
 from moesim.planner.works import ATTENTION_KERNELS, COMBINE_KERNELS, EXPERT_KERNELS, HEAD_KERNELS, ROUTER_KERNELS
 
 PRODUCTS = Shape("products-qwen3moe", "qwen3moe", 4, 2048, 16, 4, 128, 24, 4, 512, 4096)
@@ -29,6 +30,7 @@ HEADS = {
 }
 FORMATS = (("Q4_0", True), ("Q4_0", False), ("Q8_0", False), ("F16", False))
 CACHES = (("f16", True), ("f16", False), ("q8_0", True))
+CACHE_BYTES = {"f16": 2.0, "q8_0": 34 / 32}  # of an element
 THREADS = (1, 2)
 DEPTH, PROMPT = 2000, 256
 PROCESSES = 3
@@ -54,15 +56,13 @@ def probe(models: Path, log: Callable[[str], None]) -> dict[str, Any]:
 
     operators = {n: run(OPERATORS, "Q8_0", threads=n, tokens=64)["cpu_s"] / kernels(OPERATORS) for n in THREADS}
     products = [_products(run, quant, repacked, n, operators[n]) for quant, repacked in FORMATS for n in THREADS]
-    attention = [_attention(run, cache, flash) for cache, flash in CACHES]
-    file = models / f"{PRODUCTS.name}-F16.gguf"
     return {
         "kernels": {
             "products": products,
             "operators": [{"threads": n, "us": round(1e6 * s, 3)} for n, s in operators.items()],
-            "attention": attention,
+            "attention": [attention(run, cache, flash) for cache, flash in CACHES],
         },
-        "mapped_read_gb_s": round(_apart(f"read_mapped({str(file)!r}, {int(HELD * file.stat().st_size)})") / 1e9, 3),
+        "mapped_read_gb_s": _mapped_read_gb_s(models / f"{PRODUCTS.name}-F16.gguf"),
         "read_around_kib": _read_ahead_kib(models),
     }
 
@@ -75,13 +75,16 @@ def measured(asked: Asked) -> dict[str, Any]:
 
 
 def _measured(asked: Asked) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.thirdparty.measure", json.dumps(asdict(asked))], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{asked}: {done.stderr[-500:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(_python("-m", "benchmarks.thirdparty.measure", json.dumps(asdict(asked))))
     return found
+
+
+def _python(*arguments: str) -> str:
+    """Run Python in a process of its own; return what it prints."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)}: {done.stderr[-500:]}")
+    return done.stdout
 
 
 def kernels(shape: Shape) -> int:
@@ -100,7 +103,7 @@ def _products(run: Run, quant: str, repacked: bool, threads: int, operator_s: fl
     }  # fmt: skip
 
 
-def _attention(run: Run, cache: str, flash: bool) -> dict[str, Any]:
+def attention(run: Run, cache: str, flash: bool) -> dict[str, Any]:
     """Solve for the time of a token, an element and a page from three shapes; times of the step with and without cached tokens."""
 
     def head_token_ns(width: int, kv: int) -> float:
@@ -108,18 +111,19 @@ def _attention(run: Run, cache: str, flash: bool) -> dict[str, Any]:
         deep, empty = (run(shape, "Q8_0", kv=cache, flash=flash, depth=depth)["cpu_s"] for depth in (DEPTH, 0))
         return 1e9 * (deep - empty) / (shape.layers * shape.heads * DEPTH)
 
-    narrow, wide, far = head_token_ns(64, 1), head_token_ns(128, 1), head_token_ns(128, 8)
-    element = max(wide - narrow, 0.0) / 64
-    pages = 2 * 7 * 128 * {"f16": 2, "q8_0": 34 / 32}[cache] / 4096
-    return {
-        "cache": cache, "flash": flash, "token_ns": round(max(wide - 128 * element, 0.0), 3), "element_ns": round(element, 4),
-        "page_ns": round(max(far - wide, 0.0) / pages, 3),
-    }  # fmt: skip
+    def pages(width: int, kv: int) -> float:
+        return 2 * kv * width * CACHE_BYTES[cache] / PAGE_BYTES
+
+    narrow, wide, far = (head_token_ns(*shape) for shape in HEADS)
+    page = max(far - wide, 0.0) / (pages(128, 8) - pages(128, 1))
+    element = max(wide - narrow - page * (pages(128, 1) - pages(64, 1)), 0.0) / 64
+    token = max(wide - 128 * element - page * pages(128, 1), 0.0)
+    return {"cache": cache, "flash": flash, "token_ns": round(token, 3), "element_ns": round(element, 4), "page_ns": round(page, 3)}
 
 
-def _apart(call: str) -> float:
-    code = f"from benchmarks.thirdparty.measure import read_mapped; print({call})"
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+def _mapped_read_gb_s(file: Path) -> float:
+    call = f"read_mapped({str(file)!r}, {int(HELD * file.stat().st_size)})"
+    return round(float(_python("-c", f"from benchmarks.thirdparty.measure import read_mapped; print({call})")) / 1e9, 3)
 
 
 def _read_ahead_kib(folder: Path) -> int:
