@@ -115,6 +115,29 @@ def test_interrupt_ends_the_run_within_seconds(interruptible: None) -> None:
     assert not moesim_threads()
 
 
+@pytest.mark.parametrize("born", [True, False])
+def test_interrupt_while_a_thread_is_started(monkeypatch: pytest.MonkeyPatch, born: bool) -> None:
+    """The last thread sets the others off, and may interrupt the run before its own ``start`` has returned."""
+    start, runs, begun = threading.Thread.start, iter([False, True]), threading.Event()
+
+    def interrupted(thread: threading.Thread) -> None:
+        last = next(runs)
+        if born or not last:
+            start(thread)
+        if last:
+            assert not born or begun.wait(5)
+            raise KeyboardInterrupt
+
+    def slow() -> None:
+        begun.set()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_lanes(ping_pong(100, slow)[::-1], 100)  # the lane that begins is started last
+    assert not moesim_threads()
+
+
 def test_interpreter_settings_come_back() -> None:
     before = sys.getswitchinterval(), gc.isenabled()
     seen: list[bool] = []

@@ -14,7 +14,7 @@ import sys
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
 
@@ -154,14 +154,15 @@ def run_lanes(lanes: Sequence[LaneProgram], n_tasks: int, switch_interval_s: flo
     try:
         try:
             for thread in threads:
-                thread.start()
                 started.append(thread)
+                thread.start()
             while not shared.all_left.acquire(timeout=INTERRUPT_S):  # a signal that another thread received is handled here
                 pass
         except BaseException as error:  # an interrupt, or no more threads to be had
             shared.fail(error)
             for thread in started:
-                thread.join()
+                with suppress(RuntimeError):  # the last of them was not born, or finds the barrier broken when it is
+                    thread.join()
             raise
         for thread in started:
             thread.join()
