@@ -31,6 +31,9 @@ from moesim.precision import FORMATS
 from moesim.schedule import Fragment, Work
 from moesim.sharing import ceil_ps
 
+MOST_PRICES = 10_000  # that are kept: each step has some of its own, which never recur
+DEQUANTISED = frozenset(name for name, form in FORMATS.items() if form.dequantised)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -162,9 +165,9 @@ class CostModel:
 
     def costs(self, fragment: Fragment) -> Costs:
         """Return the costs of a fragment's tasks."""
-        known = self._prices.get
-        prices = [known(work) or self._priced(work) for work in fragment.works]
-        self._prices = dict(zip(fragment.works, prices, strict=True))  # others may never recur, and a long run has many
+        if len(self._prices) > MOST_PRICES:
+            self._prices.clear()
+        prices = [self.price(work) for work in fragment.works]
         rows = fragment.work.astype(np.intp)  # once, else every gather converts them
         table = np.array([(p.latency_s, p.volume, p.cap, *p.shares) for p in prices], np.float64)
         latency_s, volume, cap = (column.copy() for column in table.T[:3])
@@ -252,7 +255,7 @@ class CostModel:
         cap = device.stream_cap
         if flops > 0:
             cap = min(cap, volume / (flops / device.flops_per_s))
-        if work.weight_bytes and work.weights in FORMATS and FORMATS[work.weights].dequantised:
+        if work.weight_bytes and work.weights in DEQUANTISED:
             cap = min(cap, device.dequant_bytes_per_s * volume / work.weight_bytes)
         return Price(latency, volume, cap, device.shares)
 

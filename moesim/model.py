@@ -235,18 +235,30 @@ class ModelSpec(ModelFacts):
         """
         if not 0 <= n_tokens <= context:
             raise InputError("context", expected=f"at least the {n_tokens} new tokens, which are part of it", got=str(context))
+        pair, window, token = self.score_flops(layer, mla_compressed and n_tokens == 1)
+        return pair * visible_pairs(n_tokens, context, window) + token * n_tokens
+
+    def score_flops(self, layer: int, absorbed: bool) -> tuple[float, int | None, float]:
+        """Work of scores and weighted values: FLOP of a pair of query and visible token, the window (None: all before), FLOP of a token that
+        looks at none (linear attention).
+
+        Parameters
+        ----------
+        layer : int
+            Layer number.
+        absorbed : bool
+            With MLA, work on the latent directly.
+        """
         a = self.attention_at(layer)
         if isinstance(a, LinearAttention):
             conv = 2 * (a.conv_kernel or 0) * (2 * a.key_dim + a.value_dim)
-            return float(n_tokens * (LINEAR_FLOPS_PER_STATE_ELEMENT * a.recurrent_elements + conv))
+            return 0.0, None, float(LINEAR_FLOPS_PER_STATE_ELEMENT * a.recurrent_elements + conv)
         if isinstance(a, FullAttention):
-            return 2.0 * a.n_heads * (a.head_dim + a.v_dim) * visible_pairs(n_tokens, context, a.window)
+            return 2.0 * a.n_heads * (a.head_dim + a.v_dim), a.window, 0.0
         if isinstance(a, MlaAttention):
-            width = a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
-            if mla_compressed and n_tokens == 1:
-                width = 2 * a.kv_lora_rank + a.qk_rope_head_dim
-            return 2.0 * a.n_heads * width * visible_pairs(n_tokens, context, None)
-        return 0.0
+            width = 2 * a.kv_lora_rank + a.qk_rope_head_dim if absorbed else a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
+            return 2.0 * a.n_heads * width, None, 0.0
+        return 0.0, None, 0.0
 
     def linear_flops(self, layer: int, part: str, n_tokens: int) -> float:
         """Work of the matrices of one part in one layer (-1: outside the layers), 2 FLOP per parameter and token.

@@ -69,7 +69,7 @@ class Lane:
     discipline: Discipline = "fifo"
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: every step makes some, and frozen ones take several times as long to make
+@dataclass(slots=True)  # not frozen: every step makes some, and frozen ones take several times as long to make
 class Work:
     """What a task asks of the machine, before any machine is known. Equal works share one cost; nobody may change one.
 
@@ -118,6 +118,9 @@ class Work:
     part: str = ""
     weights: str = ""
     adapter_bytes: int = 0
+
+    def __hash__(self) -> int:
+        return hash((self.resource, self.flops, self.weight_bytes, self.state_bytes, self.transfer_bytes))  # what most works differ in
 
 
 Ints = NDArray[np.int64]

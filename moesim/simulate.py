@@ -29,6 +29,7 @@ from moesim.generate.bundled import find_like
 from moesim.generate.like import generate as draw_like
 from moesim.hardware import HardwareProfile, assumed_figures
 from moesim.hardware.compose import find_hardware
+from moesim.host import collector
 from moesim.layout import Layout
 from moesim.metrics import kernel as metrics_kernel
 from moesim.metrics.stream import Meter
@@ -417,7 +418,8 @@ def simulate(case: Case, progress: Callable[[int, int], None] | None = None, kee
         If the run would last longer than its clock of int64 picoseconds can count.
     """
     try:
-        return _simulate(case, progress, keep)
+        with collector.set_aside():
+            return _simulate(case, progress, keep)
     except OverflowError:
         where = case.document.where(("hardware",))
         raise InputError(

@@ -20,9 +20,9 @@ from moesim.trace import RoutingTrace
 PREFILL, DECODE = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: frozen ones take several times as long to make
 class Step:
-    """One forward pass. ``rows`` (B, N) are trace rows: N new tokens of each of B sequences."""
+    """One forward pass, which nobody may change. ``rows`` (B, N) are trace rows: N new tokens of each of B sequences."""
 
     index: int
     phase: int

@@ -213,9 +213,10 @@ class CompiledPlanner(Planner):
     def _start(self) -> None:
         """Set down the pools of the experts' own tiers as they are before the first step."""
         layout, layers, end = self.layout, self._layers, self.n_experts
-        experts = self._experts_of = np.zeros((len(self.moe), end + 1, pk.EXPERT_FIELDS), np.int64)
-        experts[:, :, [pk.SLOT, pk.LOADED_BY, pk.USED_BY, pk.TOUCHED]] = -1
-        self._set = np.zeros((end + 1, pk.SET_FIELDS), np.int64)
+        experts = self._experts_of = np.zeros((len(self.moe), end + 1), pk.EXPERT)
+        for field in ("slot", "loaded_by", "used_by", "touched"):
+            experts[field] = -1
+        self._set = np.zeros(end + 1, pk.PLACE)
         slots = max((plan.transient_slots for plan in layout.pools.values()), default=0)
         rings = self._rings = np.zeros((len(self.tiers), pk.FREED + 2 * max(slots, 1)), np.int64)
         for tier, plan in layout.pools.items():
@@ -233,9 +234,9 @@ class CompiledPlanner(Planner):
             row[pk.UNTOUCHED], row[pk.NEXT_SLOT] = rooms.untouched // size, rooms.next_slot
             row[pk.PINS] = row[pk.N_HELD] = 0
             inside = [key - i * end for key in cache.resident]  # in the order in which they entered
-            experts[i, inside, pk.SLOT] = [pool.residents[key].slot for key in cache.resident]
+            experts["slot"][i, inside] = [pool.residents[key].slot for key in cache.resident]
             ring_of = [end, *inside]
-            experts[i, ring_of, pk.NEWER], experts[i, ring_of, pk.OLDER] = [*inside, end], [ring_of[-1], *ring_of[:-1]]
+            experts["newer"][i, ring_of], experts["older"][i, ring_of] = [*inside, end], [ring_of[-1], *ring_of[:-1]]
 
     # ---- works
 

@@ -32,17 +32,18 @@ POLICY, CAPACITY, SIZE, UNTOUCHED, NEXT_SLOT, PINS, RING, N_HELD = np.arange(11,
 HELD = np.int64(19)  # from here on: experts that are pinned for the layer's next use, or pass through for it
 STATIC, LRU, LFU = np.arange(3)  # POLICY
 ROUTER_CODE, SHARED_CODE, DENSE_CODE, COMBINE_CODE, COPY_CODE = np.arange(5)  # of a layer in ``codes``
-# ``experts``, a row (of a cache line) an expert of each layer; the row past the last closes the ring of residents, oldest touch first
-SLOT, LOADED_BY, USED_BY, EARLY, NEWER, OLDER, USES, TOUCHED = np.arange(8)
-EXPERT_FIELDS = 8
-ABSENT = np.int64(-1)  # SLOT
-UNUSED, PINNED = np.arange(1, 3)  # EARLY: prefetched and not used since; kept from leaving besides. Not prefetched: 0
+# ``experts``, a record (of a cache line) an expert of each layer; the one past the last closes the ring of residents, oldest touch first
+EXPERT = np.dtype([(name, np.int64) for name in ("slot", "loaded_by", "used_by", "early", "newer", "older", "uses", "touched")])
+ABSENT = np.int64(-1)  # slot
+UNUSED, PINNED = np.arange(1, 3)  # early: prefetched and not used since; kept from leaving besides. Not prefetched: 0
 # ``rings``, one row a tier: its transient slots; those given back follow, (slot, what it waits for), oldest first
 FREE, HEAD, N_FREED, FRESH_SLOTS, FRESH_SLOT, FREED = np.arange(6)
-# ``set_``: columns by member of the layer-set, by expert, by room that victims gave back, by 64 experts
-EXPERT, TURN, FRESH, GREW, WAIT, FFN, COUNT, MARK, ROOM_SLOT, ROOM_WAIT, CHOSEN = np.arange(11)
-SET_FIELDS = 11
-WAITING, NOW, SERVED = np.arange(3)  # TURN
+# ``set_``, a record a place: of a member of the layer-set, of an expert, of room that a victim gave back, of 64 experts
+PLACE = np.dtype(
+    [(name, np.int32) for name in ("expert", "turn", "fresh", "grew", "count", "room_slot")]
+    + [(name, np.int64) for name in ("wait", "ffn", "mark", "room_wait", "chosen")]
+)
+WAITING, NOW, SERVED = np.arange(3)  # turn
 ROW_OF_CODE, CODE_OF_ROW = np.arange(2)  # rows of ``works``
 
 ATTENTION_TASK, ROUTER_TASK, FFN_TASK, LOAD_TASK = (np.int64(x) for x in (Kind.ATTENTION, Kind.ROUTER, Kind.FFN, Kind.LOAD))
@@ -50,7 +51,8 @@ COPY_TASK, COMBINE_TASK, HEAD_TASK = (np.int64(x) for x in (Kind.COPY, Kind.COMB
 DATA, SLOT_DEP = np.int64(Dep.DATA), np.int64(Dep.SLOT)
 FROM_CACHE, FROM_PREFETCH, MISS = np.int64(Outcome.CACHE), np.int64(Outcome.PREFETCH), np.int64(Outcome.MISS)
 NOTHING, ZERO, ONE = np.arange(-1, 2)
-U_ONE = np.uint64(1)  # a place that is unsigned cannot count from the end, which spares the question
+U = np.uint64  # a place that is unsigned cannot count from the end, which spares the question
+U_ONE = U(1)
 
 inner = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
@@ -114,15 +116,15 @@ def _layer_set(rows, first, past, ids, i, set_):
         for k in range(ids.shape[2]):
             e = np.int64(ids[rows[r], i, k])
             if e >= 0:
-                set_[e, COUNT] += 1
-                set_[e >> 6, CHOSEN] |= ONE << (e & 63)
+                set_[U(e)].count += 1
+                set_[U(e >> 6)].chosen |= ONE << (e & 63)
     n = 0
     for word in range((set_.shape[0] + 63) >> 6):
-        left = np.uint64(set_[word, CHOSEN])
-        set_[word, CHOSEN] = 0
+        left = np.uint64(set_[U(word)].chosen)
+        set_[U(word)].chosen = 0
         while left > 0:
-            set_[n, EXPERT] = (word << 6) + np.int64(trailing_zeros(left))
-            set_[n, TURN] = WAITING
+            set_[U(n)].expert = (word << 6) + np.int64(trailing_zeros(left))
+            set_[U(n)].turn = WAITING
             left &= left - U_ONE
             n += 1
     return n
@@ -135,29 +137,29 @@ def _make_room(pool, home, set_, stamp, missing):
     n_room = 0
     while pool[SIZE] + missing > pool[CAPACITY]:
         found = end
-        e = home[end, NEWER]
+        e = home[U(end)].newer
         while e != end:
-            x = home[e]
-            if x[EARLY] != PINNED and set_[e, MARK] != stamp:
+            x = home[U(e)]
+            if x.early != PINNED and set_[U(e)].mark != stamp:
                 if found == end:
                     found = e
                     if pool[POLICY] == LRU:
                         break
                 else:  # the fewest uses, then the oldest touch, then the smaller id
-                    more = x[USES] - home[found, USES]
-                    later = x[TOUCHED] - home[found, TOUCHED]
+                    more = x.uses - home[U(found)].uses
+                    later = x.touched - home[U(found)].touched
                     if more < 0 or more == 0 and (later < 0 or later == 0 and e < found):
                         found = e
-            e = x[NEWER]
+            e = x.newer
         if found == end:
             return False
-        x = home[found]
-        room = set_[n_room]
-        home[x[OLDER], NEWER] = x[NEWER]
-        home[x[NEWER], OLDER] = x[OLDER]
-        room[ROOM_SLOT] = x[SLOT]
-        room[ROOM_WAIT] = x[USED_BY] if x[USED_BY] >= 0 else x[LOADED_BY]
-        x[SLOT] = ABSENT
+        x = home[U(found)]
+        room = set_[U(n_room)]
+        home[U(x.older)].newer = x.newer
+        home[U(x.newer)].older = x.older
+        room.room_slot = x.slot
+        room.room_wait = x.used_by if x.used_by >= 0 else x.loaded_by
+        x.slot = ABSENT
         n_room += 1
         pool[SIZE] -= 1
     return True
@@ -165,10 +167,10 @@ def _make_room(pool, home, set_, stamp, missing):
 
 @inner
 def _enter(x, slot):
-    x[SLOT] = slot
-    x[LOADED_BY] = -1
-    x[USED_BY] = -1
-    x[EARLY] = 0
+    x.slot = slot
+    x.loaded_by = -1
+    x.used_by = -1
+    x.early = 0
 
 
 @inner
@@ -180,19 +182,19 @@ def _admit(pool, x, room):
         pool[UNTOUCHED] -= 1
         pool[NEXT_SLOT] += 1
         return ONE, NOTHING
-    _enter(x, room[ROOM_SLOT])
-    return ZERO, room[ROOM_WAIT]
+    _enter(x, room.room_slot)
+    return ZERO, room.room_wait
 
 
 @inner
 def _touch(home, x, e, now):
     """Make a resident the one touched last."""
     end = home.shape[0] - 1
-    last = home[end, OLDER]
-    home[last, NEWER] = home[end, OLDER] = e
-    x[OLDER] = last
-    x[NEWER] = end
-    x[TOUCHED] = now
+    last = home[U(end)].older
+    home[U(last)].newer = home[U(end)].older = e
+    x.older = last
+    x.newer = end
+    x.touched = now
 
 
 @inner
@@ -203,13 +205,13 @@ def _make_way(run, pool, home, set_, at, n):
     missing = 0
     stop = at
     while stop < n:
-        e = set_[stop, EXPERT]
-        need = 0 if home[e, EARLY] == PINNED else 1
+        e = set_[U(stop)].expert
+        need = 0 if home[U(e)].early == PINNED else 1
         if need > left and stop > at:
             break
         left -= need
-        set_[e, MARK] = run[STAMP]
-        if home[e, SLOT] == ABSENT:
+        set_[U(e)].mark = run[STAMP]
+        if home[U(e)].slot == ABSENT:
             missing += 1
         stop += 1
     _make_room(pool, home, set_, run[STAMP], missing)
@@ -219,19 +221,19 @@ def _make_way(run, pool, home, set_, at, n):
 @inner
 def _come(pool, home, member, room, now):
     """Let a member of the set be in its pool, and the one touched last; where it was absent it takes ``room``, if no other."""
-    e = member[EXPERT]
-    x = home[e]
-    member[TURN] = NOW
-    member[FRESH] = 0
-    member[GREW] = 0
-    if x[SLOT] == ABSENT:
-        member[FRESH] = 1
-        member[GREW], member[WAIT] = _admit(pool, x, room)
+    e = member.expert
+    x = home[U(e)]
+    member.turn = NOW
+    member.fresh = 0
+    member.grew = 0
+    if x.slot == ABSENT:
+        member.fresh = 1
+        member.grew, member.wait = _admit(pool, x, room)
     else:
-        home[x[OLDER], NEWER] = x[NEWER]
-        home[x[NEWER], OLDER] = x[OLDER]
+        home[U(x.older)].newer = x.newer
+        home[U(x.newer)].older = x.older
     _touch(home, x, e, now)
-    x[USES] += 1
+    x.uses += 1
 
 
 @inner
@@ -240,8 +242,8 @@ def _wave(run, pool, home, set_, at, n, now):
     stop = _make_way(run, pool, home, set_, at, n)
     room = 0
     for m in range(at, stop):
-        _come(pool, home, set_[m], set_[room], now)
-        room += set_[m, FRESH] - set_[m, GREW]
+        _come(pool, home, set_[U(m)], set_[U(room)], now)
+        room += set_[U(m)].fresh - set_[U(m)].grew
     return stop
 
 
@@ -252,12 +254,12 @@ def _pass_in(pool, home, rings, e):
     wait = NOTHING
     ring[FREE] -= 1
     if ring[FRESH_SLOTS] > 0:
-        _enter(home[e], ring[FRESH_SLOT])
+        _enter(home[U(e)], ring[FRESH_SLOT])
         ring[FRESH_SLOTS] -= 1
         ring[FRESH_SLOT] += 1
     else:
         at = FREED + 2 * ring[HEAD]
-        _enter(home[e], ring[at])
+        _enter(home[U(e)], ring[at])
         wait = ring[at + 1]
         ring[HEAD] = (ring[HEAD] + 1) % ((ring.shape[0] - FREED) // 2)
         ring[N_FREED] -= 1
@@ -269,14 +271,14 @@ def _pass_in(pool, home, rings, e):
 @inner
 def _stay_or_pass(pool, home, rings, member):
     """Let a member of the set be served now that is in its static pool, or for which there is a slot to pass through."""
-    e = member[EXPERT]
-    member[GREW] = 0
-    member[FRESH] = home[e, SLOT] == ABSENT
-    if member[FRESH] == 0:
-        member[TURN] = NOW
+    e = member.expert
+    member.grew = 0
+    member.fresh = home[U(e)].slot == ABSENT
+    if member.fresh == 0:
+        member.turn = NOW
     elif rings[pool[RING], FREE] > 0:
-        member[TURN] = NOW
-        member[WAIT] = _pass_in(pool, home, rings, e)
+        member.turn = NOW
+        member.wait = _pass_in(pool, home, rings, e)
 
 
 @inner
@@ -286,19 +288,19 @@ def _let_go(pool, home, rings, set_, all_):
     ring = rings[pool[RING]]
     for j in range(pool[N_HELD]):
         e = pool[HELD + j]
-        x = home[e]
-        if all_ == ZERO and set_[e, COUNT] > 0:
+        x = home[U(e)]
+        if all_ == ZERO and set_[U(e)].count > 0:
             pool[HELD + kept] = e
             kept += 1
         elif pool[POLICY] == STATIC:
             at = FREED + 2 * ((ring[HEAD] + ring[N_FREED]) % ((ring.shape[0] - FREED) // 2))
-            ring[at] = x[SLOT]
-            ring[at + 1] = x[USED_BY] if x[USED_BY] >= 0 else x[LOADED_BY]
+            ring[at] = x.slot
+            ring[at + 1] = x.used_by if x.used_by >= 0 else x.loaded_by
             ring[N_FREED] += 1
             ring[FREE] += 1
-            x[SLOT] = ABSENT
-        elif x[EARLY] == PINNED:
-            x[EARLY] = UNUSED
+            x.slot = ABSENT
+        elif x.early == PINNED:
+            x.early = UNUSED
             pool[PINS] -= 1
     pool[N_HELD] = kept
 
@@ -316,32 +318,32 @@ def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, 
         past = n if static else _make_way(run, pool, home, set_, at, n)
         room = 0
         for m in range(at, past):
-            member = set_[m]
-            e = member[EXPERT]
-            x = home[e]
+            member = set_[U(m)]
+            e = member.expert
+            x = home[U(e)]
             if not static:
-                _come(pool, home, member, set_[room], now)
-                room += member[FRESH] - member[GREW]
-            elif member[TURN] == WAITING:
+                _come(pool, home, member, set_[U(room)], now)
+                room += member.fresh - member.grew
+            elif member.turn == WAITING:
                 _stay_or_pass(pool, home, rings, member)
-            if member[TURN] == NOW and member[FRESH] > 0:
+            if member.turn == NOW and member.fresh > 0:
                 fast = i * (home.shape[0] - 1) + e < run[FAST_KEYS]
-                x[LOADED_BY] = _task(
-                    run, works, columns, deps, LOAD_TASK, pool[LOAD_LANE], layer, e, index, index, layer, ZERO, member[GREW],
-                    x[SLOT], pool[FAST_CODE if fast else LOAD_CODE], router, member[WAIT], SLOT_DEP,
+                x.loaded_by = _task(
+                    run, works, columns, deps, LOAD_TASK, pool[LOAD_LANE], layer, e, index, index, layer, ZERO, member.grew,
+                    x.slot, pool[FAST_CODE if fast else LOAD_CODE], router, member.wait, SLOT_DEP,
                 )  # fmt: skip
         for m in range(at, past):
-            member = set_[m]
-            if member[TURN] == NOW:
-                e = member[EXPERT]
-                x = home[e]
+            member = set_[U(m)]
+            if member.turn == NOW:
+                e = member.expert
+                x = home[U(e)]
                 row = access[run[N_ACCESS]]
-                load = x[LOADED_BY]
-                code = pool[FFN_CODE] + set_[e, COUNT]
+                load = x.loaded_by
+                code = pool[FFN_CODE] + set_[U(e)].count
                 ffn = _task(
-                    run, works, columns, deps, FFN_TASK, lane, layer, e, index, index, layer, ZERO, ZERO, x[SLOT], code, router, load, DATA
+                    run, works, columns, deps, FFN_TASK, lane, layer, e, index, index, layer, ZERO, ZERO, x.slot, code, router, load, DATA
                 )
-                outcome = MISS if member[FRESH] > 0 else (FROM_PREFETCH if x[EARLY] > 0 else FROM_CACHE)
+                outcome = MISS if member.fresh > 0 else (FROM_PREFETCH if x.early > 0 else FROM_CACHE)
                 row[0] = index
                 row[1] = layer
                 row[2] = e
@@ -349,12 +351,12 @@ def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, 
                 row[4] = ffn
                 row[5] = load
                 run[N_ACCESS] += 1
-                if x[EARLY] == PINNED:
+                if x.early == PINNED:
                     pool[PINS] -= 1
-                x[USED_BY] = ffn
-                x[EARLY] = 0
-                member[TURN] = SERVED
-                set_[done, FFN] = ffn
+                x.used_by = ffn
+                x.early = 0
+                member.turn = SERVED
+                set_[U(done)].ffn = ffn
                 done += 1
         if static:
             _let_go(pool, home, rings, set_, ONE)
@@ -392,14 +394,14 @@ def _prefetch(run, steps, rows, predicted, layers, experts, rings, set_, works, 
     for k in range(predicted.shape[2]):  # the likeliest of every token first
         for r in range(step[FROM], step[FROM] + step[TOKENS], every):
             e = predicted[rows[r], target, k]
-            if e >= 0 and set_[e, MARK] != run[STAMP]:
-                set_[e, MARK] = run[STAMP]
-                set_[n, EXPERT] = e
+            if e >= 0 and set_[U(e)].mark != run[STAMP]:
+                set_[U(e)].mark = run[STAMP]
+                set_[U(n)].expert = e
                 n += 1
     for m in range(n):
-        e = set_[m, EXPERT]
-        x = home[e]
-        if x[SLOT] != ABSENT:
+        e = set_[U(m)].expert
+        x = home[U(e)]
+        if x.slot != ABSENT:
             continue
         grew = ZERO
         wait = NOTHING
@@ -420,10 +422,10 @@ def _prefetch(run, steps, rows, predicted, layers, experts, rings, set_, works, 
             pool[HELD + pool[N_HELD]] = e
             pool[N_HELD] += 1
         fast = target * (home.shape[0] - 1) + e < run[FAST_KEYS]
-        x[EARLY] = early
-        x[LOADED_BY] = _task(
+        x.early = early
+        x.loaded_by = _task(
             run, works, columns, deps, LOAD_TASK, pool[LOAD_LANE], layer, e, steps[s, INDEX], step[INDEX], layer, ONE, grew,
-            x[SLOT], pool[FAST_CODE if fast else LOAD_CODE], issue, wait, SLOT_DEP,
+            x.slot, pool[FAST_CODE if fast else LOAD_CODE], issue, wait, SLOT_DEP,
         )  # fmt: skip
 
 
@@ -485,8 +487,8 @@ def plan_steps(
             _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, index, n, router)
             _let_go(pool, home, rings, set_, ONE)
             for m in range(n):
-                set_[set_[m, EXPERT], COUNT] = 0
-                dep_task[run[N_DEPS]] = set_[m, FFN]
+                set_[U(set_[U(m)].expert)].count = 0
+                dep_task[run[N_DEPS]] = set_[U(m)].ffn
                 dep_type[run[N_DEPS]] = DATA
                 run[N_DEPS] += 1
             if n == 0 and shared < 0:

@@ -86,18 +86,18 @@ def _load(run, pool, home, set_, works, columns, deps, members, sets, met, seen,
     _wait_for(run, deps, seen, router, pk.DATA)
     for m in range(n):
         member = set_[m]
-        if member[pk.TURN] == pk.NOW and member[pk.FRESH] > 0:
+        if member.turn == pk.NOW and member.fresh > 0:
             count += 1
-            grown += member[pk.GREW]
-            only = member[pk.EXPERT]
+            grown += member.grew
+            only = member.expert
             fast = fast and pool[pk.MOE] * (home.shape[0] - 1) + only < run[pk.FAST_KEYS]
-            if member[pk.WAIT] >= 0:
-                _wait_for(run, deps, seen, member[pk.WAIT], pk.SLOT_DEP)
+            if member.wait >= 0:
+                _wait_for(run, deps, seen, member.wait, pk.SLOT_DEP)
     if count == 0:
         run[pk.N_DEPS] -= 1  # the router
         return
     code = _code_of(run, sets, met, -pool[pk.FAST_CODE if fast else pk.LOAD_CODE], count, pk.ZERO)
-    slot = home[only, pk.SLOT] if count == 1 else pk.NOTHING
+    slot = home[only].slot if count == 1 else pk.NOTHING
     task = pk._task(
         run, works, columns, deps, pk.LOAD_TASK, pool[pk.LOAD_LANE], layer, only if count == 1 else pk.NOTHING, index, index, layer, pk.ZERO,
         pk.ZERO, slot, code, pk.NOTHING, pk.NOTHING, pk.DATA,
@@ -105,10 +105,10 @@ def _load(run, pool, home, set_, works, columns, deps, members, sets, met, seen,
     columns[10][task - run[pk.BASE]] = grown
     for m in range(n):
         member = set_[m]
-        if member[pk.TURN] == pk.NOW and member[pk.FRESH] > 0:
-            home[member[pk.EXPERT], pk.LOADED_BY] = task
+        if member.turn == pk.NOW and member.fresh > 0:
+            home[member.expert].loaded_by = task
             if count > 1:
-                _member(run, members, task, member[pk.EXPERT], home[member[pk.EXPERT], pk.SLOT])
+                _member(run, members, task, member.expert, home[member.expert].slot)
 
 
 @pk.inner
@@ -119,29 +119,29 @@ def _ffn(run, pool, home, set_, works, columns, deps, access, members, sets, met
     run[SEEN_STAMP] += 1
     _wait_for(run, deps, seen, router, pk.DATA)
     for m in range(n):
-        if set_[m, pk.TURN] == pk.NOW:
-            e = set_[m, pk.EXPERT]
+        if set_[m].turn == pk.NOW:
+            e = set_[m].expert
             count += 1
-            rows += set_[e, pk.COUNT]
-            if home[e, pk.LOADED_BY] >= 0:
-                _wait_for(run, deps, seen, home[e, pk.LOADED_BY], pk.DATA)
+            rows += set_[e].count
+            if home[e].loaded_by >= 0:
+                _wait_for(run, deps, seen, home[e].loaded_by, pk.DATA)
     code = _code_of(run, sets, met, pool[pk.FFN_CODE], count, rows)
     task = pk._plain(run, works, columns, deps, pk.FFN_TASK, pool[pk.LANE], layer, index, code, pk.NOTHING)
     for m in range(n):
         member = set_[m]
-        if member[pk.TURN] == pk.NOW:
-            x = home[member[pk.EXPERT]]
-            _member(run, members, task, member[pk.EXPERT], x[pk.SLOT])
+        if member.turn == pk.NOW:
+            x = home[member.expert]
+            _member(run, members, task, member.expert, x.slot)
             row = access[run[pk.N_ACCESS]]
             row[0] = index
             row[1] = layer
-            row[2] = member[pk.EXPERT]
-            row[3] = pk.MISS if member[pk.FRESH] > 0 else pk.FROM_CACHE
+            row[2] = member.expert
+            row[3] = pk.MISS if member.fresh > 0 else pk.FROM_CACHE
             row[4] = task
-            row[5] = x[pk.LOADED_BY]
+            row[5] = x.loaded_by
             run[pk.N_ACCESS] += 1
-            x[pk.USED_BY] = task
-            member[pk.TURN] = pk.SERVED
+            x.used_by = task
+            member.turn = pk.SERVED
     return task, count
 
 
@@ -202,21 +202,21 @@ def plan_layer_steps(
                 if static:
                     for m in range(n):
                         member = set_[m]
-                        if member[pk.TURN] == pk.WAITING:
+                        if member.turn == pk.WAITING:
                             pk._stay_or_pass(pool, home, rings, member)
                 else:
                     at = pk._wave(run, pool, home, set_, at, n, index * run[pk.N_MOE] + i)
                 _load(run, pool, home, set_, works, columns, deps, members, sets, met, seen, layer, index, n, router)
                 task, count = _ffn(run, pool, home, set_, works, columns, deps, access, members, sets, met, seen, layer, index, n, router)
-                set_[n_ffns, pk.FFN] = task
+                set_[n_ffns].ffn = task
                 n_ffns += 1
                 done += count
                 if static:
                     pk._let_go(pool, home, rings, set_, pk.ONE)
             for m in range(n):
-                set_[set_[m, pk.EXPERT], pk.COUNT] = 0
+                set_[set_[m].expert].count = 0
             for m in range(n_ffns):
-                dep_task[run[pk.N_DEPS]] = set_[m, pk.FFN]
+                dep_task[run[pk.N_DEPS]] = set_[m].ffn
                 dep_type[run[pk.N_DEPS]] = pk.DATA
                 run[pk.N_DEPS] += 1
             if n == 0 and shared < 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesim.layout import Layout
+from moesim.model import visible_pairs
 from moesim.precision import Format
 from moesim.schedule import Work
 
@@ -30,6 +31,7 @@ class Works:
         self._granular, self._compressed = layout.scenario.granularity, layout.scenario.memory.mla_compressed
         self._memo: dict[tuple[str | int, ...], list[Work]] = {}  # what recurs in every step is built once
         self._projections: dict[tuple[int, int], tuple[float, int, int, int, Format]] = {}  # by layer and tokens
+        self._scores: dict[tuple[int, bool], tuple[float, int | None, float]] = {}  # by layer, and whether each sequence has one new token
 
     def _hidden(self, tokens: int) -> int:
         return tokens * self.model.hidden_size * HIDDEN_BYTES
@@ -40,18 +42,27 @@ class Works:
 
     def attention_of(self, layer: int, parts: Sequence[tuple[int, int, int]]) -> Work:
         """Attention of (sequences, new tokens of each, context that counts them too), all in one pass over the weights."""
-        model, compressed, tokens = self.model, self._compressed, 0
+        tokens = 0
         for sequences, new, _ in parts:
             tokens += sequences * new
         flops, weight_bytes, kept_bytes, state_bytes, form = self._attention(layer, tokens)
-        cache_bytes = 2 * tokens * model.hidden_size * HIDDEN_BYTES
+        cache_bytes = 2 * self._hidden(tokens)
         for sequences, new, context in parts:
-            cache_bytes += sequences * ((model.kv_tokens(layer, context) + new) * kept_bytes + 2 * state_bytes)
-            flops += sequences * model.attention_flops(layer, new, context, compressed)
+            pair, window, token = self._score(layer, new == 1)
+            kept = context if window is None or window > context else window
+            cache_bytes += sequences * ((kept + new) * kept_bytes + 2 * state_bytes)
+            flops += sequences * (pair * visible_pairs(new, context, window) + token * new)
         return Work(
             self.layout.attention_device[layer], flops, form.compute, weight_bytes, cache_bytes, ATTENTION_KERNELS, tokens, part="attention",
             weights=form.name,
         )  # fmt: skip
+
+    def _score(self, layer: int, one: bool) -> tuple[float, int | None, float]:
+        """``ModelSpec.score_flops`` of a layer where each sequence has one new token, or more."""
+        found = self._scores.get((layer, one))
+        if found is None:
+            found = self._scores[layer, one] = self.model.score_flops(layer, self._compressed and one)
+        return found
 
     def _attention(self, layer: int, tokens: int) -> tuple[float, int, int, int, Format]:
         """What attention needs at any context: FLOP of its matrices, their bytes, those kept per token and of state, the format."""
