@@ -39,10 +39,8 @@ UNUSED, PINNED = np.arange(1, 3)  # early: prefetched and not used since; kept f
 # ``rings``, one row a tier: its transient slots; those given back follow, (slot, what it waits for), oldest first
 FREE, HEAD, N_FREED, FRESH_SLOTS, FRESH_SLOT, FREED = np.arange(6)
 # ``set_``, a record a place: of a member of the layer-set, of an expert, of room that a victim gave back, of 64 experts
-PLACE = np.dtype(
-    [(name, np.int32) for name in ("expert", "turn", "fresh", "grew", "count", "room_slot")]
-    + [(name, np.int64) for name in ("wait", "ffn", "mark", "room_wait", "chosen")]
-)
+_SMALL, _LARGE = ("expert", "turn", "fresh", "grew", "count", "room_slot"), ("wait", "ffn", "mark", "room_wait", "chosen")
+PLACE = np.dtype([(name, np.int32) for name in _SMALL] + [(name, np.int64) for name in _LARGE])
 WAITING, NOW, SERVED = np.arange(3)  # turn
 ROW_OF_CODE, CODE_OF_ROW = np.arange(2)  # rows of ``works``
 
