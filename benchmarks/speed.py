@@ -6,10 +6,12 @@ Every row runs in a process of its own, on one core, and counts its CPU seconds;
 routing drawn from a Zipf law, VRAM over RAM that holds all, a quarter of the experts of each layer in VRAM under LRU, prefetch of
 the next layer by co-occurrence. Lanes ``fifo``: fifo lanes, and no channel that more tasks want than it can serve; ``shared``: priority
 lanes, and a VRAM that compute alone can saturate, so that copies and compute share it max-min fairly. ``tokens_per_s`` counts
-planning, pricing and simulating; predicting and measuring have columns of their own. A first small run loads the compiled code.
+planning, pricing and simulating; predicting and measuring have columns of their own. A first small run loads the compiled code. Rows of
+``fast`` are the median of five runs, with the slowest and the fastest beside it, up to 8,000 tokens.
 
 - ``engines``: both engines on one schedule, their CPU time for it (the median of several runs of ``fast``), and whether they agree.
-- ``retime``: wall time of 256 hardware variants of one schedule on two cores, over the CPU time of one run; single runs are compared.
+- ``retime``: wall time of 256 hardware variants of one schedule on two cores (the median of three), over the CPU time of one run (the median
+  of six); single runs are compared.
 - ``slope``: of the logarithm of CPU seconds over that of tokens, each the median of five runs in one process.
 - ``profile``: a sampled profile of one run of a given trace by wall clock (``--profile``: that alone, and where it is): how often the
   interpreter itself is at work, NumPy, compiled code, or anything else. It needs py-spy, and leave to watch a process.
@@ -54,7 +56,9 @@ SCALES = (1_000, 2_000, 4_000, 8_000)
 SLOPE = (1_000, 4_000, 16_000, 64_000)
 EXPERTS = (32, 64, 128, 256)
 REPEATS = 5
+RETIMINGS = 3
 LONG = 100_000
+PROFILED = 32_000
 VARIANTS = 256
 SETTLE_S = 3.0  # until py-spy watches
 POLICY, PREDICTOR, TIERS = "lru 25 %", "cooccurrence", ["vram", "ram"]
@@ -84,22 +88,23 @@ def bench_case(shape: str, engine: str, lanes: str, tokens: int, experts: int = 
 
 
 def run_row(shape: str, engine: str, lanes: str, tokens: int, experts: int = 0) -> Row:
-    """Time one run, stage by stage."""
+    """Time a run, stage by stage: of five runs the one that takes the median, but where one takes seconds."""
     if engine == "fast":
         _stages(bench_case(shape, engine, lanes, 8, experts))
     case = bench_case(shape, engine, lanes, tokens, experts)
-    spent = _stages(case)
-    seconds = sum(spent[f"{stage}_s"] for stage in ("plan", "cost", "simulate"))
+    runs = sorted((_stages(case) for _ in range(REPEATS if engine == "fast" and tokens <= max(SCALES) else 1)), key=_seconds)
+    spent = runs[len(runs) // 2]
     return {
         "shape": shape, "layers": case.model.n_layers, "experts": case.model.n_experts, "top_k": case.model.top_k, "engine": engine,
         "policy": POLICY, "predictor": PREDICTOR, "tiers": TIERS, "lanes": lanes, "tokens": tokens, **spent,
-        "tokens_per_s": tokens / seconds, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "cores": 1,
+        "tokens_per_s": tokens / _seconds(spent), "least_tokens_per_s": tokens / _seconds(runs[-1]), "most_tokens_per_s": tokens / _seconds(runs[0]),
+        "runs": len(runs), "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "cores": 1,
     }  # fmt: skip
 
 
 def _stages(case: Case) -> Row:
     """What ``simulate`` does, with a clock at every border."""
-    with collector.set_aside():
+    with collector.paused():
         return _clocked(case)
 
 
@@ -192,9 +197,12 @@ def run_retime(lanes: str, tokens: int) -> Row:
         variants.append([prices.costs(fragment) for fragment in schedule.fragments])
     single_s = median(_timed("fast", schedule, variants[0])[0] for _ in range(REPEATS + 1))
     retime(schedule, variants[:2], workers=2)
-    at, cpu = time.perf_counter(), time.process_time()
-    found = retime(schedule, variants, workers=2).step_end_ps
-    wall_s, cpu_s = time.perf_counter() - at, time.process_time() - cpu
+    runs = []
+    for _ in range(RETIMINGS):
+        at, cpu = time.perf_counter(), time.process_time()
+        found = retime(schedule, variants, workers=2).step_end_ps
+        runs.append((time.perf_counter() - at, time.process_time() - cpu))
+    wall_s, cpu_s = median(runs)
     last = np.concatenate([fragment.steps[:, 2] for fragment in schedule.fragments])
     equal = all(np.array_equal(found[v], _timed("fast", schedule, variants[v])[1].end_ps[last]) for v in range(0, VARIANTS, 17))
     return {
@@ -208,11 +216,11 @@ def run_profile(tokens: int) -> Row:
     found = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if found is None:
         return {"tokens": tokens, "shares": None, "most": {}}
-    simulate(bench_case(MAIN, "fast", "fifo", 256), keep=False)
-    case = bench_case(MAIN, "fast", "fifo", tokens)
-    _ = case.routing  # the trace is given
+    for _ in range(2):
+        case = bench_case(MAIN, "fast", "fifo", tokens)
+        simulate(case, keep=False)  # loads all compiled code that a run of this length meets; the trace is drawn, and is given from here on
     with tempfile.NamedTemporaryFile() as file:
-        command = [found, "record", "--native", "--rate", "500", "--format", "raw", "--output", file.name, "--duration", "600", "--pid"]
+        command = [found, "record", "--native", "--rate", "100", "--format", "raw", "--output", file.name, "--duration", "600", "--pid"]
         watcher = subprocess.Popen([*command, str(os.getpid())], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(SETTLE_S)
         at = time.perf_counter()
@@ -292,7 +300,7 @@ def measure(quick: bool) -> dict[str, Any]:
         out["first_use"] = {name: fresh("first", 16, cache=cache) for name in ("first", "again")}
     out["start_up"] = fresh("start", ["run", "quickstart", "--set", "workload.output_tokens=2"])
     out["engines"] = [fresh("engines", lanes, 128 // share) for lanes in ("fifo", "shared")]
-    out["profile"] = fresh("profile", 2 * TOKENS["fast"] // share)
+    out["profile"] = fresh("profile", PROFILED // share)
     if not quick:
         out["retime"] = [fresh("retime", lanes, 512) for lanes in ("fifo", "shared")]
         runs = {str(tokens): fresh("slope", tokens, REPEATS) for tokens in SLOPE}
@@ -310,14 +318,15 @@ def table(rows: list[Row]) -> str:
     """Rows as text: microseconds a token and stage."""
     lines = [
         f"{'shape':<15}{'L x E, K':>14} {'engine':<7}{'lanes':<7}{'tokens':>7}{'tasks/tok':>10}"
-        f"{'plan':>9}{'cost':>8}{'sim':>9}{'measure':>9}{'predict':>9}{'tokens/s':>10}{'peak':>9}"
+        f"{'plan':>9}{'cost':>8}{'sim':>9}{'measure':>9}{'predict':>9}{'tokens/s':>10}{'least to most':>18}{'peak':>9}"
     ]
     for row in rows:
         each = [f"{row[f'{stage}_s'] / row['tokens'] * 1e6:,.0f}" for stage in ("plan", "cost", "simulate", "measure", "predict")]
+        spread = f"{row['least_tokens_per_s']:,.0f} to {row['most_tokens_per_s']:,.0f}" if row["runs"] > 1 else ""
         lines.append(
             f"{row['shape']:<15}{row['layers']} x {row['experts']}, {row['top_k']:<2}".ljust(29) + f" {row['engine']:<7}{row['lanes']:<7}"
             f"{row['tokens']:>7,}{row['tasks'] / row['tokens']:>10,.0f}{each[0]:>9}{each[1]:>8}{each[2]:>9}{each[3]:>9}{each[4]:>9}"
-            f"{row['tokens_per_s']:>10,.0f}{row['peak_rss_bytes'] / 1e6:>6,.0f} MB"
+            f"{row['tokens_per_s']:>10,.0f}{spread:>18}{row['peak_rss_bytes'] / 1e6:>6,.0f} MB"
         )
     return "\n".join(lines)
 
@@ -377,7 +386,7 @@ def main() -> None:
         print(json.dumps(rows[kind](*arguments)))
         return
     if args.profile:
-        row = fresh("profile", 2 * TOKENS["fast"])
+        row = fresh("profile", PROFILED)
         print("\n".join([_profile_text(row), *(f"{100 * share:6.2f} %  {name}" for name, share in row["most"].items())]))
         return
     found = measure(args.quick)

@@ -31,7 +31,7 @@ from moesim.precision import FORMATS
 from moesim.schedule import Fragment, Work
 from moesim.sharing import ceil_ps
 
-MOST_PRICES = 10_000  # that are kept: each step has some of its own, which never recur
+MOST_PRICES = 4_000  # that are kept: each step has some of its own, which never recur
 DEQUANTISED = frozenset(name for name, form in FORMATS.items() if form.dequantised)
 
 

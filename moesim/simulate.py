@@ -418,7 +418,7 @@ def simulate(case: Case, progress: Callable[[int, int], None] | None = None, kee
         If the run would last longer than its clock of int64 picoseconds can count.
     """
     try:
-        with collector.set_aside():
+        with collector.paused():
             return _simulate(case, progress, keep)
     except OverflowError:
         where = case.document.where(("hardware",))

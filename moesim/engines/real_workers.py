@@ -13,12 +13,13 @@ import gc
 import sys
 import threading
 from _thread import allocate_lock
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import perf_counter_ns
 
 from moesim.errors import MoesimError
+from moesim.host import collector
 
 SWITCH_INTERVAL_S = 5e-3
 """The interpreter's switch interval during a run. Workers give up its lock at every operation of their own accord, so forcing them is of no
@@ -146,12 +147,9 @@ def run_lanes(lanes: Sequence[LaneProgram], n_tasks: int, switch_interval_s: flo
         for server in range(lane.width):
             args = (lane, server, base + server, turn, shared, record, wakes)
             threads.append(threading.Thread(target=_work, args=args, name=f"moesim {lane.name} {server}", daemon=True))
-    interval, collecting = sys.getswitchinterval(), gc.isenabled()
     gc.collect()
-    gc.disable()
-    sys.setswitchinterval(switch_interval_s)
-    started: list[threading.Thread] = []
-    try:
+    with collector.paused(), _switching(switch_interval_s):
+        started: list[threading.Thread] = []
         try:
             for thread in threads:
                 started.append(thread)
@@ -166,16 +164,23 @@ def run_lanes(lanes: Sequence[LaneProgram], n_tasks: int, switch_interval_s: flo
             raise
         for thread in started:
             thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-        if collecting:
-            gc.enable()
     if shared.stop:
         raise shared.stop[0] from shared.stop[0].__cause__
     began = shared.began_ns
     record.start_ns = [t - began for t in record.start_ns]
     record.end_ns = [t - began for t in record.end_ns]
     return record
+
+
+@contextmanager
+def _switching(interval_s: float) -> Iterator[None]:
+    """Another switch interval of the interpreter until the context ends."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(interval_s)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _wakes(lanes: Sequence[LaneProgram], first: Sequence[int], n_tasks: int) -> list[tuple[int, ...]]:

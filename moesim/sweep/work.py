@@ -7,6 +7,7 @@ on them. Each gives the result of a run of its own, byte for byte. Routing that 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from typing import Any, cast
 from moesim import config
 from moesim.config import Document
 from moesim.errors import InputError, MoesimError
-from moesim.host import collector
 from moesim.layout import Layout
 from moesim.planner import Planner
 from moesim.scenario import Scenario
@@ -65,7 +65,8 @@ def _settle() -> None:
     Workers of Dask are started with a limit to how much freed memory is kept, which stops the C library from learning that large blocks
     recur: each array is then mapped, and its pages are faulted in, every time.
     """
-    collector.set_aside_for_good()
+    gc.collect()
+    gc.freeze()
     with suppress(AttributeError, OSError, TypeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(MMAP_THRESHOLD, MOST_KEPT_BLOCK)
