@@ -32,8 +32,9 @@ POLICY, CAPACITY, SIZE, UNTOUCHED, NEXT_SLOT, PINS, RING, N_HELD = np.arange(11,
 HELD = np.int64(19)  # from here on: experts that are pinned for the layer's next use, or pass through for it
 STATIC, LRU, LFU = np.arange(3)  # POLICY
 ROUTER_CODE, SHARED_CODE, DENSE_CODE, COMBINE_CODE, COPY_CODE = np.arange(5)  # of a layer in ``codes``
-# ``experts``, a record (of a cache line) an expert of each layer; the one past the last closes the ring of residents, oldest touch first
-EXPERT = np.dtype([(name, np.int64) for name in ("slot", "loaded_by", "used_by", "early", "newer", "older", "uses", "touched")])
+# ``experts``, a record an expert of each layer, small for the cache's sake; the one past the last closes the ring of residents, oldest first
+_TASKS, _COUNTS, _PLACES = ("loaded_by", "used_by"), ("slot", "uses", "touched"), ("newer", "older", "early")  # ``touched``: in which step
+EXPERT = np.dtype([(x, np.int64) for x in _TASKS] + [(x, np.int32) for x in _COUNTS] + [(x, np.int16) for x in _PLACES], align=True)
 ABSENT = np.int64(-1)  # slot
 UNUSED, PINNED = np.arange(1, 3)  # early: prefetched and not used since; kept from leaving besides. Not prefetched: 0
 # ``rings``, one row a tier: its transient slots; those given back follow, (slot, what it waits for), oldest first
@@ -309,7 +310,6 @@ def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, 
     i = pool[MOE]
     lane = pool[LANE]
     static = pool[POLICY] == STATIC
-    now = index * run[N_MOE] + i
     done = 0
     at = ZERO
     while done < n:
@@ -320,7 +320,7 @@ def _experts(run, pool, home, rings, set_, works, columns, deps, access, layer, 
             e = member.expert
             x = home[U(e)]
             if not static:
-                _come(pool, home, member, set_[U(room)], now)
+                _come(pool, home, member, set_[U(room)], index)
                 room += member.fresh - member.grew
             elif member.turn == WAITING:
                 _stay_or_pass(pool, home, rings, member)
@@ -414,7 +414,7 @@ def _prefetch(run, steps, rows, predicted, layers, experts, rings, set_, works, 
                 run[DROPPED] += 1
                 continue
             grew, wait = _admit(pool, x, set_[0])
-            _touch(home, x, e, step[INDEX] * run[N_MOE] + target)
+            _touch(home, x, e, step[INDEX])
             early = PINNED
             pool[PINS] += 1
             pool[HELD + pool[N_HELD]] = e

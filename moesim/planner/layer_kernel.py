@@ -205,7 +205,7 @@ def plan_layer_steps(
                         if member.turn == pk.WAITING:
                             pk._stay_or_pass(pool, home, rings, member)
                 else:
-                    at = pk._wave(run, pool, home, set_, at, n, index * run[pk.N_MOE] + i)
+                    at = pk._wave(run, pool, home, set_, at, n, index)
                 _load(run, pool, home, set_, works, columns, deps, members, sets, met, seen, layer, index, n, router)
                 task, count = _ffn(run, pool, home, set_, works, columns, deps, access, members, sets, met, seen, layer, index, n, router)
                 set_[n_ffns].ffn = task
