@@ -37,28 +37,28 @@ DEQUANTISED = frozenset(name for name, form in FORMATS.items() if form.dequantis
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of the tasks of one fragment: (N,) per task, (W, C) per work row and channel."""
+    """Costs of the tasks of one fragment: P prices, one for tasks that cost alike, and which of them each task has."""
 
     channels: tuple[str, ...]
     capacity: NDArray[np.float64]  # (C,) channel units per second
-    latency_ps: NDArray[np.int64]  # (N,)
-    volume: NDArray[np.float64]  # (N,) 0: the task ends after its latency
-    cap: NDArray[np.float64]  # (N,) volume units per second
-    shares: NDArray[np.float64]  # (W, C) channel units per volume unit
+    price: NDArray[np.int32]  # (N,) the row of each task in what follows
+    latency_ps: NDArray[np.int64]  # (P,)
+    volume: NDArray[np.float64]  # (P,) 0: the task ends after its latency
+    cap: NDArray[np.float64]  # (P,) volume units per second
+    shares: NDArray[np.float64]  # (P, C) channel units per volume unit
 
     @property
     def limit(self) -> NDArray[np.float64]:
-        """The rate that a work's channels allow when it has them to itself, volume units per second, (W,)."""
+        """The rate that channels allow a task that has them to itself, volume units per second, (P,)."""
         with np.errstate(divide="ignore"):
             limits = np.where(self.shares > 0, self.capacity / self.shares, np.inf)
         return np.asarray(limits.min(axis=1, initial=np.inf))
 
-    def alone_ps(self, work: NDArray[np.int32]) -> NDArray[np.int64]:
+    def alone_ps(self) -> NDArray[np.int64]:
         """Return how long each task would take with every channel to itself, (N,)."""
-        rate = np.minimum(self.cap, self.limit[work])
-        kinds, which = np.unique(np.stack([self.volume, rate]), axis=1, return_inverse=True)
-        flow = np.array([ceil_ps(v / r) if v > 0 else 0 for v, r in zip(*kinds.tolist(), strict=True)], np.int64)
-        return self.latency_ps + flow[which]
+        rate = np.minimum(self.cap, self.limit)
+        flow = [ceil_ps(v / r) if v > 0 else 0 for v, r in zip(self.volume.tolist(), rate.tolist(), strict=True)]
+        return (self.latency_ps + np.array(flow, np.int64))[self.price]
 
 
 @dataclass(slots=True)
@@ -168,24 +168,30 @@ class CostModel:
         if len(self._prices) > MOST_PRICES:
             self._prices.clear()
         prices = [self.price(work) for work in fragment.works]
-        rows = fragment.work.astype(np.intp)  # once, else every gather converts them
         table = np.array([(p.latency_s, p.volume, p.cap, *p.shares) for p in prices], np.float64)
         latency_s, volume, cap = (column.copy() for column in table.T[:3])
         shares = np.ascontiguousarray(table[:, 3:])
-        latency_ps = np.array([ceil_ps(x) for x in latency_s.tolist()], np.int64)[rows]
-        if self.jitter > 0 and self.rng is not None:
-            factor = np.exp(np.abs(self.rng.normal(0.0, self.jitter, len(rows))))
-            latency_ps = np.array([ceil_ps(x) for x in (latency_s[rows] * factor).tolist()], np.int64)
-            volume, cap = volume[rows], cap[rows] / factor
-        else:
-            volume, cap = volume[rows], cap[rows]
-        handoffs_ps = self._handoffs_ps(fragment)
-        if handoffs_ps is not None:
-            latency_ps += handoffs_ps
-        return Costs(self.channels, self._offered, latency_ps, volume, cap, shares)
+        price, handed, late_ps = fragment.work, self._handed(fragment), np.zeros(len(prices), np.int64)
+        if handed is not None:  # each a second time, for tasks that begin later
+            price = price + np.int32(len(prices)) * handed
+            handoffs_ps = [ceil_ps(self._handoff.get(work.resource, 0.0)) for work in fragment.works]
+            late_ps = np.concatenate([late_ps, np.array(handoffs_ps, np.int64)])
+            latency_s, volume, cap, shares = np.tile(latency_s, 2), np.tile(volume, 2), np.tile(cap, 2), np.tile(shares, (2, 1))
+        if self.jitter > 0 and self.rng is not None:  # one for each task
+            factor = np.exp(np.abs(self.rng.normal(0.0, self.jitter, len(price))))
+            latency_s, volume, cap, shares, late_ps = (
+                latency_s[price] * factor,
+                volume[price],
+                cap[price] / factor,
+                shares[price],
+                late_ps[price],
+            )
+            price = np.arange(len(price), dtype=np.int32)
+        latency_ps = np.array([ceil_ps(x) for x in latency_s.tolist()], np.int64) + late_ps
+        return Costs(self.channels, self._offered, price, latency_ps, volume, cap, shares)
 
-    def _handoffs_ps(self, fragment: Fragment) -> NDArray[np.int64] | None:
-        """What it takes tasks to begin whose latest constraint, of their own step, is a task of another lane, (N,); None where lanes hand over at once."""
+    def _handed(self, fragment: Fragment) -> NDArray[np.bool_] | None:
+        """The tasks whose latest constraint, of their own step, is a task of another lane, (N,); None where lanes hand over at once."""
         if not self._handoff or not len(fragment.dep_task):
             return None
         names = sorted({w.resource for w in fragment.works})
@@ -195,9 +201,8 @@ class CostModel:
         latest[waits] = np.maximum.reduceat(fragment.dep_task, fragment.dep_start[waits]) - fragment.first_task
         handed = np.flatnonzero(latest >= 0)
         before = latest[handed]
-        handed = handed[(fragment.step[before] == fragment.step[handed]) & (lane[before] != lane[handed])]
-        out = np.zeros(fragment.n_tasks, np.int64)
-        out[handed] = np.array([ceil_ps(self._handoff.get(name, 0.0)) for name in names], np.int64)[lane[handed]]
+        out = np.zeros(fragment.n_tasks, np.bool_)
+        out[handed[(fragment.step[before] == fragment.step[handed]) & (lane[before] != lane[handed])]] = True
         return out
 
     def _shares(self, *channels: str) -> tuple[float, ...]:

@@ -72,7 +72,7 @@ def join(parts: Sequence[tuple[Fragment, Costs]], timeline: Timeline, meter: Met
     kind, prefetch = column("kind"), column("prefetch")
     useful = (kind == Kind.LOAD) & ~prefetch
     useful[np.concatenate(meter.used)] = True
-    amounts = [c.shares[f.work] * c.volume[:, None] for f, c in parts]
+    amounts = [(c.shares * c.volume[:, None])[c.price] for _, c in parts]
     return Tasks(
         meter.lanes, meter.channels, kind, column("lane"), column("step"), column("layer"), column("expert"), prefetch,
         np.concatenate(starts), column("dep_task"), column("dep_type"), timeline.start_ps, timeline.end_ps, timeline.server, timeline.cause,

@@ -77,12 +77,13 @@ class Tasks:
         return np.maximum(free, begin)
 
 
-def alone_ps(costs: Costs, work: NDArray[np.int32]) -> Ints:
+def alone_ps(costs: Costs) -> Ints:
     """How long each task would take with every channel to itself."""
     limit = [min((k / s for k, s in zip(costs.capacity, row, strict=True) if s > 0), default=np.inf) for row in costs.shares]
     out = []
-    for w, fixed, volume, cap in zip(work, costs.latency_ps, costs.volume, costs.cap, strict=True):
-        out.append(int(fixed) + (ceil_ps(float(volume / min(cap, limit[w]))) if volume > 0 else 0))
+    for p in costs.price:
+        flow = ceil_ps(float(costs.volume[p] / min(costs.cap[p], limit[p]))) if costs.volume[p] > 0 else 0
+        out.append(int(costs.latency_ps[p]) + flow)
     return np.array(out, np.int64)
 
 
@@ -97,11 +98,11 @@ def join(lanes: tuple[Lane, ...], parts: Sequence[tuple[Fragment, Costs]], timel
     def column(name: str) -> Any:
         return np.concatenate([getattr(f, name) for f in fragments])
 
-    amounts = [c.shares[f.work] * c.volume[:, None] for f, c in parts]
+    amounts = [c.shares[c.price] * c.volume[c.price][:, None] for _, c in parts]
     return Tasks(
         lanes, parts[0][1].channels, column("kind"), column("lane"), column("step"), column("layer"), column("expert"), column("prefetch"),
         np.concatenate(starts), column("dep_task"), column("dep_type"), timeline.start_ps, timeline.end_ps, timeline.server, timeline.cause,
-        timeline.cause_type, np.concatenate([alone_ps(c, f.work) for f, c in parts]), np.concatenate(amounts), column("access"), column("steps"),
+        timeline.cause_type, np.concatenate([alone_ps(c) for _, c in parts]), np.concatenate(amounts), column("access"), column("steps"),
         column("memory"),
     )  # fmt: skip
 

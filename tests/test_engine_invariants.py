@@ -124,10 +124,10 @@ def test_priority_lanes_never_idle_nor_prefer_the_later_use(engine: Any, p: Prog
 def test_flows_have_their_max_min_rates_at_all_times(engine: Any, p: Program) -> None:
     """Integrate the fair rates over the timeline: every flow ends within the picosecond in which its last byte passes."""
     run = Run(engine, p)
-    volume, cap = run.costs.volume.tolist(), run.costs.cap.tolist()
-    shares = run.costs.shares[run.fragment.work].tolist()
+    volume, cap = (column[run.costs.price].tolist() for column in (run.costs.volume, run.costs.cap))
+    shares = run.costs.shares[run.costs.price].tolist()
     capacity = run.costs.capacity.tolist()
-    begin = [s + lat for s, lat in zip(run.start, run.costs.latency_ps.tolist(), strict=True)]
+    begin = [s + lat for s, lat in zip(run.start, run.costs.latency_ps[run.costs.price].tolist(), strict=True)]
     flows = [t for t in range(run.n) if volume[t] > 0]
     passed, last = dict.fromkeys(flows, 0.0), dict.fromkeys(flows, math.inf)
     for a, b in pairwise(sorted({x for t in flows for x in (begin[t], run.end[t])})):
@@ -155,8 +155,8 @@ def test_flows_have_their_max_min_rates_at_all_times(engine: Any, p: Program) ->
 @given(p=programs())
 def test_lower_bounds(engine: Any, p: Program) -> None:
     run = Run(engine, p)
-    alone = run.costs.alone_ps(run.fragment.work).tolist()
-    latency, volume = run.costs.latency_ps.tolist(), run.costs.volume.tolist()
+    alone = run.costs.alone_ps().tolist()
+    latency, volume = (column[run.costs.price].tolist() for column in (run.costs.latency_ps, run.costs.volume))
     for t in range(run.n):
         assert run.end[t] - run.start[t] >= alone[t]
         if volume[t] == 0:

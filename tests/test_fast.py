@@ -77,7 +77,7 @@ def jittered(pieces: Pieces, seed: int) -> Pieces:
     rng = np.random.default_rng(seed)
     out = []
     for fragment, costs in pieces:
-        factor = np.exp(np.abs(rng.normal(0.0, 0.2, fragment.n_tasks)))
+        factor = np.exp(np.abs(rng.normal(0.0, 0.2, len(costs.cap))))
         latency = np.ceil(costs.latency_ps * factor).astype(np.int64)
         out.append((fragment, replace(costs, latency_ps=latency, cap=costs.cap / factor)))
     return tuple(out)
@@ -260,7 +260,7 @@ def test_retime_refuses_what_it_may_not_retime() -> None:
     with pytest.raises(InputError, match="costs of variant 1: expected 1, one per fragment, got 0"):
         retime(Schedule(p.lanes, fragments=[fragment]), [[costs], []])
     with pytest.raises(InputError, match="costs of variant 0: expected 1 tasks"):
-        retime(Schedule(p.lanes, fragments=[fragment]), [[replace(costs, latency_ps=np.zeros(2, np.int64))]])
+        retime(Schedule(p.lanes, fragments=[fragment]), [[replace(costs, price=np.zeros(2, np.int32))]])
     with pytest.raises(InputError, match="one that begins at task 0"):
         retime(Schedule(p.lanes, fragments=[replace(fragment, first_task=3)]), [[costs]])
     assert retime(Schedule(p.lanes), [[], []]).step_end_ps.shape == (2, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from moesim import config
 from moesim.config import Document
@@ -13,7 +15,7 @@ from moesim.errors import InputError
 from moesim.hardware import HardwareProfile, load_hardware
 from moesim.hardware.parts import KernelPoint
 from moesim.kernel_table import KernelTable
-from moesim.schedule import FragmentBuilder, Kind, Lane, Work
+from moesim.schedule import Fragment, FragmentBuilder, Kind, Lane, Work
 
 MS = 10**9  # picoseconds
 
@@ -25,6 +27,12 @@ def point(part: str, tokens: int, size: int, time: str, weights: str = "int8") -
 def machine(**changes: object) -> HardwareProfile:
     data = load_hardware("ref-16gb").model_dump(mode="json")
     return config.build(HardwareProfile, Document(data | changes, "test"))
+
+
+def latencies(prices: CostModel, fragment: Fragment) -> NDArray[np.int64]:
+    """Of each task."""
+    costs = prices.costs(fragment)
+    return costs.latency_ps[costs.price]
 
 
 def test_table_is_exact_at_points_and_linear_between() -> None:
@@ -115,7 +123,7 @@ def test_a_task_that_waits_for_another_lane_begins_later() -> None:
     after = builder.task(Kind.LOAD, 1, read, [(missed, 0)], step=1)  # of another step: it waits for the gate with all others
     builder.end_step(1, after, after, 1, 1, 1)
     with_, without = CostModel(config.build(HardwareProfile, Document(data, "test"))), CostModel(load_hardware("ref-16gb"))
-    added = with_.costs(first).latency_ps - without.costs(first).latency_ps
+    added = latencies(with_, first) - latencies(without, first)
     assert [int(added[t]) for t in (router, demanded, hit, missed, ahead)] == [0, 80_000_000, 0, 30_000_000, 0]
     second = builder.build()
-    assert with_.costs(second).latency_ps.tolist() == without.costs(second).latency_ps.tolist()
+    assert latencies(with_, second).tolist() == latencies(without, second).tolist()

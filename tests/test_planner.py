@@ -813,7 +813,7 @@ def test_a_prefetch_is_late_only_if_it_was_waited_for() -> None:
     fragment = builder.build()
     for gpu_ps, late in ((8, 0), (1, 1)):
         latency = np.array([1, 5, gpu_ps, 1], np.int64)
-        costs = Costs((), np.zeros(0), latency, np.zeros(4), np.full(4, np.inf), np.zeros((4, 0)))
+        costs = Costs((), np.zeros(0), np.arange(4, dtype=np.int32), latency, np.zeros(4), np.full(4, np.inf), np.zeros((4, 0)))
         lanes = (Lane("gpu"), Lane("h2d"))
         engine = DesEngine(lanes)
         meter = Meter(lanes, 1, 4)

@@ -74,7 +74,7 @@ def test_alone_ps_is_what_a_task_takes_alone(engine: Any) -> None:
     p = program("a", ram=PER_PS / 3, pcie=PER_PS)
     p.task("a", 7, 100, on="ram pcie")
     ((fragment, costs),) = p.pieces()
-    assert costs.alone_ps(fragment.work).tolist() == [307]  # 7 + 100 / (1/3)
+    assert costs.alone_ps().tolist() == [307]  # 7 + 100 / (1/3)
     assert spans(simulate(engine, p.lanes, ((fragment, costs),))) == [(0, 307)]
 
 

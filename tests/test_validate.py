@@ -21,7 +21,7 @@ from moesim.schedule import Dep, FragmentBuilder, Kind, Lane, Schedule, Work
 from moesim.simulate import load_case
 from moesim.timeline import CAUSE_HEAD_OF_LINE, Timeline
 from moesim.validate import comparison as validate_comparison
-from moesim.validate.comparison import alone_ps, baselines_ms, costs_of, explain, rank_correlation, tokens, with_dispatch
+from moesim.validate.comparison import baselines_ms, costs_of, explain, rank_correlation, tokens, with_dispatch
 from moesim.validate.oom import bisect
 from moesim.validate.suite import entries
 from moesim.validate.verdict import case_limit, criteria, oom_met, summary, within
@@ -93,8 +93,9 @@ def line(*rows: tuple[int, int, int, int]) -> Timeline:
 
 
 def costs(schedule: Schedule, latency: list[int]) -> list[Costs]:
-    n, works = schedule.n_tasks, len(schedule.fragments[0].works)
-    return [Costs(("x",), np.array([1e12]), np.array(latency, np.int64), np.zeros(n), np.full(n, math.inf), np.zeros((works, 1)))]
+    n = schedule.n_tasks
+    price = np.arange(n, dtype=np.int32)
+    return [Costs(("x",), np.array([1e12]), price, np.array(latency, np.int64), np.zeros(n), np.full(n, math.inf), np.zeros((n, 1)))]
 
 
 DATA, LANE = int(Dep.DATA), int(Dep.LANE)
@@ -163,7 +164,7 @@ def test_baselines_have_the_costs_and_hits_of_the_run() -> None:
     case = load_case(entry.scenario, (*entry.assignments, f"hardware={json.dumps(str(PROFILE))}", "workload.output_tokens=4"))
     planner = case.planner()
     schedule = Schedule(planner.lanes, fragments=list(planner.fragments()))
-    alone = alone_ps(schedule, costs_of(case, schedule)) * 1e-9 / 4
+    alone = np.concatenate([c.alone_ps() for c in costs_of(case, schedule)]) * 1e-9 / 4
     loads = validate_comparison.column(schedule, "kind") == Kind.LOAD
     found = baselines_ms(case, schedule, costs_of(case, schedule))
     assert 0 < alone[loads].sum() != alone[~loads].sum() > 0

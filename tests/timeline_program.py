@@ -94,9 +94,12 @@ class Program:
 
 
 def _costs(tasks: Sequence[TaskSpec], capacity: Mapping[str, float]) -> Costs:
+    """A price for each task; they stand the other way round, so that none is taken for the task's row."""
+    tasks = tasks[::-1]
     return Costs(
         tuple(capacity),
         np.array(list(capacity.values()), np.float64),
+        np.arange(len(tasks), dtype=np.int32)[::-1].copy(),
         np.array([t.latency for t in tasks], np.int64),
         np.array([t.volume for t in tasks], np.float64),
         np.array([t.cap for t in tasks], np.float64),

@@ -150,14 +150,14 @@ class DesEngine:
         if self.flows:  # capacities may have changed at this step border
             self._request_share()
         latency, volume, cap, shares = costs.latency_ps.tolist(), costs.volume.tolist(), costs.cap.tolist(), costs.shares.tolist()
-        work, lanes = fragment.work.tolist(), fragment.lane.tolist()
+        price, lanes = costs.price.tolist(), fragment.lane.tolist()
         use = zip(fragment.use_step.tolist(), fragment.use_layer.tolist(), fragment.prefetch.tolist(), strict=True)
         starts, deps, types = fragment.dep_start.tolist(), fragment.dep_task.tolist(), fragment.dep_type.tolist()
         now = int(self.env.now)
         for row, (use_step, use_layer, prefetch) in enumerate(use):
-            lane = self.lanes[lanes[row]]
+            lane, p = self.lanes[lanes[row]], price[row]
             task_id = fragment.first_task + row
-            task = _Task(task_id, lane, (use_step, use_layer, prefetch, task_id), latency[row], volume[row], cap[row], shares[work[row]])
+            task = _Task(task_id, lane, (use_step, use_layer, prefetch, task_id), latency[p], volume[p], cap[p], shares[p])
             self.alive[task.id] = task
             if lane.lane.discipline == "fifo":
                 lane.fifo.append(task)

@@ -41,7 +41,7 @@ def columns(fragment: Fragment, costs: Costs) -> tuple[Array, ...]:
     """Return the columns of a fragment and its costs in the order that the kernels take them."""
     return (
         plain(fragment.lane, np.int8), plain(fragment.use_step, np.int32), plain(fragment.use_layer, np.int16), plain(fragment.prefetch, np.bool_),
-        plain(fragment.work, np.int32), plain(fragment.dep_start, np.int64), plain(fragment.dep_task, np.int64), plain(fragment.dep_type, np.int8),
+        plain(costs.price, np.int32), plain(fragment.dep_start, np.int64), plain(fragment.dep_task, np.int64), plain(fragment.dep_type, np.int8),
         plain(costs.latency_ps, np.int64), plain(costs.volume, np.float64), plain(costs.cap, np.float64), plain(costs.shares, np.float64),
         plain(costs.capacity, np.float64),
     )  # fmt: skip

@@ -69,7 +69,7 @@ def join(flow_slot, n_flows, slot_row, s):
 
 def run_events(
     now, gate, stop, first, lanes, c_int, c_float, c_shares, c_deps, recent,
-    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
+    lane, use_step, use_layer, prefetch, price, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run the window up to the end of row ``gate`` (-1: of all), or until ``stop`` if that is not NEVER, where the clock then stands;
     return (status, task, now, what ended, next state)."""
@@ -77,7 +77,7 @@ def run_events(
     c_ids = np.ascontiguousarray(c_int[:, fs.ID])
     oldest = fs.oldest_of(first, c_ids, recent)
     columns, slots = fs.columns(len(c_int) + len(lane), now), fs.slots(lanes)
-    fragment = lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares
+    fragment = lane, use_step, use_layer, prefetch, price, dep_start, dep_task, dep_type, latency, volume, cap, shares
     by_lane = np.bincount(np.concatenate([c_int[:, fs.LANE], lane]), minlength=len(lanes))
     queue_at = np.concatenate([[0], np.cumsum(by_lane)])
     n_slots = len(slots[0])
@@ -97,7 +97,7 @@ def run_events(
 @njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def events(
     stamp, now, gate, stop, first, oldest, lanes, c_int, c_float, c_shares, c_deps, recent, c_ids,
-    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
+    lane, use_step, use_layer, prefetch, price, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
     start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume, queue_at,
     by_row, by_lane, by_slot, flow_limits, flow_shares,
 ):  # fmt: skip
@@ -229,8 +229,8 @@ def events(
                     s += 1
                 start[r], server[r], slot_row[s] = now, s - lanes[q, fs.OFFSET], r
                 n_free[q] -= 1
-                fixed = c_int[r, fs.LATENCY] if f < 0 else latency[f]
-                slot_volume[s] = c_float[r, fs.VOLUME] if f < 0 else volume[f]
+                fixed = c_int[r, fs.LATENCY] if f < 0 else latency[price[f]]
+                slot_volume[s] = c_float[r, fs.VOLUME] if f < 0 else volume[price[f]]
                 slot_phase[s], slot_event[s] = fs.IN_LATENCY, now + fixed
                 if fixed == 0 and slot_volume[s] > 0.0:
                     slot_phase[s], slot_event[s], slot_since[s], slot_rate[s] = fs.IN_FLOW, fs.NEVER, now, 0.0
@@ -243,9 +243,9 @@ def events(
             share = False
             for i in range(n_flows):
                 r = slot_row[flow_slot[i]]
-                flow_cap[i] = c_float[r, fs.CAP] if r < n_carried else cap[r - n_carried]
+                flow_cap[i] = c_float[r, fs.CAP] if r < n_carried else cap[price[r - n_carried]]
                 for c in range(n_channels):
-                    flow_shares[i, c] = c_shares[r, c] if r < n_carried else shares[work[r - n_carried], c]
+                    flow_shares[i, c] = c_shares[r, c] if r < n_carried else shares[price[r - n_carried], c]
             fs.max_min_rates(flow_shares, flow_cap[:n_flows], capacity, flow_rate)
             for i in range(n_flows):
                 s, rate = flow_slot[i], flow_rate[i]

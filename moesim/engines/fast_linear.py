@@ -24,7 +24,6 @@ from moesim.timeline import CAUSE_HEAD_OF_LINE, NO_CAUSE
 
 MARGIN = 1 - 1e-9  # sums of rates round; below it max-min gives every flow its cap, to the bit
 BY_LANE = int(Dep.LANE)
-REFUSED, BY_WORK, BY_TASK = range(3)
 
 
 @njit(error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -41,52 +40,45 @@ def flow_ps(fixed, flow, most, own_limit):
 
 @njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def durations(
-    stamp, lanes, c_int, c_float, c_shares, lane, work, latency, volume, cap, shares, capacity, duration, limit, c_limit,
-    seen, on, user, top, peak,
+    stamp, lanes, c_int, c_float, c_shares, lane, price, latency, volume, cap, shares, capacity, duration, limit, c_limit, seen, user, peak,
 ):  # fmt: skip
-    """Return REFUSED where a channel may be contended or a task takes no time; else whether ``duration`` was filled BY_WORK or BY_TASK. Fill
-    the rate that channels of one's own allow (``limit`` per work and ``c_limit`` per carried task, both infinite at first).
+    """Fill ``duration`` (P,) of the tasks of each price, and the rate that channels of one's own allow (``limit`` (P,) and ``c_limit`` per
+    carried task, both infinite at first); False where a channel may be contended or a task takes no time.
 
-    Tasks of one work take equally long, unless something has slowed each by a factor of its own. ``seen`` and ``on`` (W,) and
-    ``user`` (C,) are scratch of -1: a task of each work; its lane, if it flows; the lane of each channel, -2 where there are several.
-    ``top`` (W,) and ``peak`` (lanes, C) are scratch of 0.
+    ``seen`` (P,) and ``user`` (C,) are scratch of -1: a task of each price; the lane of each channel, -2 where there are several. ``peak``
+    (lanes, C) is scratch of 0.
     """
-    n_lanes, n_works, n_channels, n_carried = len(lanes), len(shares), len(capacity), len(c_int)
-    alike = True
-    for f in range(len(work)):
-        w = work[f]
-        g = seen[w]
-        if g < 0:
-            seen[w] = g = f
-            top[w] = cap[f]
-            if volume[f] > 0.0:
-                on[w] = lane[f]
-        elif lane[f] != lane[g] or volume[f] != volume[g] or cap[f] != cap[g] or latency[f] != latency[g]:
-            alike = False
-            if volume[f] > 0.0:
-                if on[w] < 0:
-                    on[w] = lane[f]
-                elif on[w] != lane[f]:
-                    return REFUSED
-                top[w] = max(top[w], cap[f])
-    for w in range(n_works):
-        if on[w] >= 0:
+    n_lanes, n_prices, n_channels, n_carried = len(lanes), len(shares), len(capacity), len(c_int)
+    for f in range(len(price)):
+        p = price[f]
+        if seen[p] < 0:
+            seen[p] = f
+        elif lane[f] != lane[seen[p]] and volume[p] > 0.0:
+            return False
+    for p in range(n_prices):
+        if seen[p] >= 0 and volume[p] > 0.0:
+            q = np.int64(lane[seen[p]])
             for c in range(n_channels):
-                if shares[w, c] > 0.0 and user[c] != on[w]:
-                    user[c] = on[w] if user[c] == -1 else -2
+                if shares[p, c] > 0.0 and user[c] != q:
+                    user[c] = q if user[c] == -1 else -2
     for r in range(n_carried):
         if c_float[r, fs.VOLUME] > 0.0:
             for c in range(n_channels):
                 if c_shares[r, c] > 0.0 and user[c] != c_int[r, fs.LANE]:
                     user[c] = c_int[r, fs.LANE] if user[c] == -1 else -2
-    for w in range(n_works):
-        if on[w] >= 0:
-            for c in range(n_channels):
-                if shares[w, c] > 0.0 and user[c] >= 0 and lanes[user[c], fs.WIDTH] == 1:
-                    limit[w] = min(limit[w], capacity[c] / shares[w, c])
-            for c in range(n_channels):
-                if shares[w, c] > 0.0:
-                    peak[on[w], c] = max(peak[on[w], c], min(top[w], limit[w]) * shares[w, c])
+    for p in range(n_prices):
+        if seen[p] >= 0:
+            if volume[p] > 0.0:
+                q = np.int64(lane[seen[p]])
+                for c in range(n_channels):
+                    if shares[p, c] > 0.0 and user[c] >= 0 and lanes[user[c], fs.WIDTH] == 1:
+                        limit[p] = min(limit[p], capacity[c] / shares[p, c])
+                for c in range(n_channels):
+                    if shares[p, c] > 0.0:
+                        peak[q, c] = max(peak[q, c], min(cap[p], limit[p]) * shares[p, c])
+            duration[p] = flow_ps(latency[p], volume[p], cap[p], limit[p])
+            if duration[p] < 0:
+                return False
     for r in range(n_carried):
         if c_float[r, fs.VOLUME] > 0.0:
             for c in range(n_channels):
@@ -103,25 +95,13 @@ def durations(
         for q in range(n_lanes):
             total += lanes[q, fs.WIDTH] * peak[q, c]
         if not total < capacity[c] * MARGIN:
-            return REFUSED
-    if alike:
-        for w in range(n_works):
-            g = seen[w]
-            if g >= 0:
-                duration[w] = flow_ps(latency[g], volume[g], cap[g], limit[w])
-                if duration[w] < 0:
-                    return REFUSED
-        return BY_WORK
-    for f in range(len(work)):
-        duration[f] = flow_ps(latency[f], volume[f], cap[f], limit[work[f]])
-        if duration[f] < 0:
-            return REFUSED
-    return BY_TASK
+            return False
+    return True
 
 
 @njit(cache=True, error_model="numpy", nogil=True, _nrt=False, no_cfunc_wrapper=True)
 def sweep(
-    stamp, now, first, oldest, lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, place, c_limit,
+    stamp, now, first, oldest, lanes, c_int, c_float, c_deps, recent, c_ids, lane, price, dep_start, dep_task, dep_type, duration, c_limit,
     start, end, server, cause, why, slot_since, slot_rate, slot_volume, slot_end, slot_task,
 ):  # fmt: skip
     """Fill the columns of the window in id order; False where a task is met that the linear pass must not handle.
@@ -181,7 +161,7 @@ def sweep(
                 ended_at, bound, which = e if better else ended_at, task if better else bound, d if better else which
             bound_why = c_int[r, fs.BOUND_WHY] if which < 0 else c_deps[which, 1]
         else:
-            spent, ready = duration[place[f]], now
+            spent, ready = duration[price[f]], now
             for d in range(dep_start[f], dep_start[f + 1]):
                 task = dep_task[d]
                 e = end[fs.row_of(task, first, oldest, rows, c_ids, recent)]
@@ -225,7 +205,7 @@ def sweep(
 
 @njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
 def settle(
-    until, now, first, lanes, c_int, c_float, lane, work, latency, volume, cap, limit, c_limit,
+    until, now, first, lanes, c_int, c_float, lane, price, latency, volume, cap, limit, c_limit,
     start, end, server, slot_phase, slot_event, slot_since, slot_rate, slot_volume, marked, missing,
 ):  # fmt: skip
     """Turn the finished columns into how things stand at ``until``: the gate has ended, nothing has been granted since.
@@ -258,10 +238,10 @@ def settle(
             if start[r] < until:
                 s = lanes[q, fs.OFFSET] + server[r]
                 if f >= 0 or c_int[r, fs.START] < 0:
-                    fixed = c_int[r, fs.LATENCY] if f < 0 else latency[f]
+                    fixed = c_int[r, fs.LATENCY] if f < 0 else latency[price[f]]
                     slot_since[s] = start[r] + fixed
-                    slot_volume[s] = c_float[r, fs.VOLUME] if f < 0 else volume[f]
-                    most, own_limit = (c_float[r, fs.CAP], c_limit[r]) if f < 0 else (cap[f], limit[work[f]])
+                    slot_volume[s] = c_float[r, fs.VOLUME] if f < 0 else volume[price[f]]
+                    most, own_limit = (c_float[r, fs.CAP], c_limit[r]) if f < 0 else (cap[price[f]], limit[price[f]])
                     slot_rate[s] = most if most <= own_limit else own_limit
                 elif c_int[r, fs.PHASE] == fs.IN_LATENCY:
                     slot_since[s] = c_int[r, fs.EVENT]
@@ -279,23 +259,18 @@ def settle(
 
 def run_linear(
     now, gate, first, lanes, c_int, c_float, c_shares, c_deps, recent,
-    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
+    lane, use_step, use_layer, prefetch, price, dep_start, dep_task, dep_type, latency, volume, cap, shares, capacity,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run the window up to the end of row ``gate`` (-1: to the end of all); return (status, task, now, what ended, next state)."""
     state = c_int, c_float, c_shares, c_deps, recent
     refused = fs.CONTENDED, -1, now, None, state
-    n_tasks, n_works, rows = len(lane), len(shares), len(c_int) + len(lane)
-    duration = np.empty(max(n_tasks, n_works), np.int64)
-    limit, c_limit = np.full(n_works, math.inf), np.full(len(c_int), math.inf)
-    scratch = [np.full(n, -1, np.int64) for n in (n_works, n_works, len(capacity))]
-    scratch += np.zeros(n_works), np.zeros((len(lanes), len(capacity)))
-    of_work = latency, volume, cap
-    found = durations(
-        fs.STAMP, lanes, c_int, c_float, c_shares, lane, work, *of_work, shares, capacity, duration, limit, c_limit, *scratch
-    )  # fmt: skip
-    if found == REFUSED:
+    n_prices, rows = len(shares), len(c_int) + len(lane)
+    duration = np.empty(n_prices, np.int64)
+    limit, c_limit = np.full(n_prices, math.inf), np.full(len(c_int), math.inf)
+    scratch = np.full(n_prices, -1, np.int64), np.full(len(capacity), -1, np.int64), np.zeros((len(lanes), len(capacity)))
+    costs = latency, volume, cap
+    if not durations(fs.STAMP, lanes, c_int, c_float, c_shares, lane, price, *costs, shares, capacity, duration, limit, c_limit, *scratch):
         return refused
-    place = work if found == BY_WORK else np.arange(n_tasks, dtype=np.int32)
     c_ids = np.ascontiguousarray(c_int[:, fs.ID])
     oldest = fs.oldest_of(first, c_ids, recent)
     columns, slots = fs.columns(rows, now, empty=True), fs.slots(lanes)
@@ -305,16 +280,16 @@ def run_linear(
     own_lanes[:, fs.FREED_AT] = now
     ends = np.full(len(slot_since), now - 1, np.int64), np.full(len(slot_since), NO_CAUSE, np.int64)
     if not sweep(
-        fs.STAMP, now, first, oldest, own_lanes, c_int, c_float, c_deps, recent, c_ids, lane, dep_start, dep_task, dep_type, duration, place, c_limit, *columns,
+        fs.STAMP, now, first, oldest, own_lanes, c_int, c_float, c_deps, recent, c_ids, lane, price, dep_start, dep_task, dep_type, duration, c_limit, *columns,
         slot_since, slot_rate, slot_volume, *ends,
     ):  # fmt: skip
         return refused
     until = int(end[gate]) if gate >= 0 else max(now, int(end[:rows].max(initial=now)))
     marked = fs.unended(end, until)
     settle(
-        until, now, first, lanes, c_int, c_float, lane, work, *of_work, limit, c_limit, start, end, server, *slots, marked,
+        until, now, first, lanes, c_int, c_float, lane, price, *costs, limit, c_limit, start, end, server, *slots, marked,
         np.empty(len(lanes), np.bool_),
     )  # fmt: skip
-    fragment = lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, *of_work, shares
+    fragment = lane, use_step, use_layer, prefetch, price, dep_start, dep_task, dep_type, *costs, shares
     ended, state = fs.divide(until, now, first, oldest, lanes, state, c_ids, fragment, columns, slots, marked)
     return fs.OK, -1, until, ended, state

@@ -161,7 +161,7 @@ def close_up(task, start, end, server, cause, why, n):
 @njit(cache=True, _nrt=False, no_cfunc_wrapper=True)
 def collect(
     began, first, oldest, lanes, c_int, c_float, c_shares, c_deps, c_ids, recent,
-    lane, use_step, use_layer, prefetch, work, dep_start, dep_task, dep_type, latency, volume, cap, shares,
+    lane, use_step, use_layer, prefetch, price, dep_start, dep_task, dep_type, latency, volume, cap, shares,
     start, end, server, cause, why, slot_phase, slot_event, slot_since, slot_rate, slot_volume, alive, task,
     next_int, next_float, next_shares, next_deps,
 ):  # fmt: skip
@@ -180,11 +180,12 @@ def collect(
                 next_shares[k, i] = c_shares[r, i]
         else:
             next_int[k, ID], next_int[k, LANE], next_int[k, KEY] = task[r], lane[f], urgency(use_step[f], use_layer[f], prefetch[f])
-            next_int[k, LATENCY], next_int[k, ADDED] = latency[f], began
+            w = price[f]
+            next_int[k, LATENCY], next_int[k, ADDED] = latency[w], began
             next_int[k, BOUND_END], next_int[k, BOUND], next_int[k, BOUND_WHY] = ENDED_BEFORE, NO_CAUSE, DATA
-            next_float[k, VOLUME], next_float[k, CAP] = volume[f], cap[f]
+            next_float[k, VOLUME], next_float[k, CAP] = volume[w], cap[w]
             for i in range(shares.shape[1]):
-                next_shares[k, i] = shares[work[f], i]
+                next_shares[k, i] = shares[w, i]
         next_int[k, START] = start[r]
         if start[r] >= 0:
             s = lanes[next_int[k, LANE], OFFSET] + server[r]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from moesim.cost import Costs
 from moesim.engines import fast_state as fs
 from moesim.engines.fast import FastEngine, lane_table
-from moesim.engines.retime_kernel import durations, note_users, per_work, sweep_variants
+from moesim.engines.retime_kernel import durations, note_users, sweep_variants
 from moesim.errors import InputError
 from moesim.schedule import Fragment, Ints, Schedule
 from moesim.timeline import Timeline, plain
@@ -79,10 +79,8 @@ def retime(schedule: Schedule, variants: Sequence[Sequence[Costs]], timelines: b
         expected += fragment.n_tasks
     for v, costs in enumerate(variants):
         for fragment, cost in zip(schedule.fragments, costs, strict=False):
-            if len(cost.latency_ps) != fragment.n_tasks:
-                raise InputError(
-                    f"costs of variant {v}", expected=f"{fragment.n_tasks} tasks for {fragment!r}", got=str(len(cost.latency_ps))
-                )
+            if len(cost.price) != fragment.n_tasks:
+                raise InputError(f"costs of variant {v}", expected=f"{fragment.n_tasks} tasks for {fragment!r}", got=str(len(cost.price)))
         if len(costs) != len(schedule.fragments):
             raise InputError(f"costs of variant {v}", expected=f"{len(schedule.fragments)}, one per fragment", got=str(len(costs)))
     n_steps = sum(len(f.steps) for f in schedule.fragments)
@@ -122,57 +120,61 @@ def _alone(schedule: Schedule, costs: Sequence[Costs], keep: bool) -> tuple[Ints
 def _side_by_side(schedule: Schedule, variants: Sequence[Sequence[Costs]]) -> tuple[list[bool], Ints]:
     """Return which variants of a block are calm throughout, and the step ends; those of the others mean nothing."""
     lanes, n_variants = lane_table(schedule.lanes), len(variants)
-    works = [_lane_of_works(fragment) for fragment in schedule.fragments]
+    works = [_lanes_of(fragment, fragment.work, len(fragment.works)) for fragment in schedule.fragments]
     tables = [[_table(f, cost, on) for f, cost, on in zip(schedule.fragments, costs, works, strict=True)] for costs in variants]
     calm, users, peaks = [], [], []
     for costs, table in zip(variants, tables, strict=True):
         capacity = costs[0].capacity
         calm.append(all(len(c.capacity) == len(capacity) and bool(np.all(c.capacity == capacity)) for c in costs))
         user = np.full(len(capacity), -1, np.int64)
-        for fragment, (on, share_row, _, volume, _, shares, _) in zip(schedule.fragments, table, strict=True):
+        for _, on, (_, volume, _, shares, _) in table:
             if calm[-1]:
-                note_users(user, plain(fragment.lane, np.int64) if on is None else on, share_row, volume, shares)
+                note_users(user, on, volume, shares)
         users.append(user)
         peaks.append(np.zeros((len(lanes), len(capacity))))
     end = np.empty((schedule.n_tasks, n_variants), np.int64)
     granted = np.zeros((len(lanes), n_variants), np.int64)
     slot_end, scratch = np.zeros((int(lanes[:, fs.WIDTH].sum()), n_variants), np.int64), np.empty(n_variants, np.int64)
     for i, fragment in enumerate(schedule.fragments):
-        by_task = any(table[i][0] is None for table in tables)
-        length = fragment.n_tasks if by_task else len(fragment.works)
-        duration = np.zeros((n_variants, length), np.int64)
+        price = tables[0][i][0]
+        same = all(table[i][0] is price for table in tables)
+        if not same:  # a duration for each task
+            price = np.arange(fragment.n_tasks, dtype=np.int32)
+        duration = np.zeros((n_variants, len(tables[0][i][1]) if same else fragment.n_tasks), np.int64)
         for v, table in enumerate(tables):
-            on, share_row, latency, volume, cap, shares, capacity = table[i]
-            each = np.zeros(len(latency), np.int64)
-            on_lane = plain(fragment.lane, np.int64) if on is None else on
+            own, on, (latency, volume, cap, shares, capacity) = table[i]
+            each = np.zeros(len(on), np.int64)
             if calm[v]:
-                calm[v] = durations(users[v], peaks[v], lanes, on_lane, share_row, latency, volume, cap, shares, capacity, each)
-            duration[v] = each[fragment.work] if by_task and on is not None else each
+                calm[v] = durations(users[v], peaks[v], lanes, on, latency, volume, cap, shares, capacity, each)
+            duration[v] = each if same else each[own]
         if not any(calm):
             return calm, np.zeros((n_variants, 1), np.int64)
-        row = np.arange(fragment.n_tasks, dtype=np.int32) if by_task else plain(fragment.work, np.int32)
         sweep_variants(
-            fragment.first_task, lanes, plain(fragment.lane, np.int8), row, plain(fragment.dep_start, np.int64),
+            fragment.first_task, lanes, plain(fragment.lane, np.int8), plain(price, np.int32), plain(fragment.dep_start, np.int64),
             plain(fragment.dep_task, np.int64), np.ascontiguousarray(duration.T), end, granted, slot_end, scratch,
         )  # fmt: skip
     last = np.concatenate([fragment.steps[:, 2] for fragment in schedule.fragments])
     return calm, end[last].T
 
 
-def _lane_of_works(fragment: Fragment) -> Array | None:
-    """Return the lane of each work, -1 where none is used; None where one is used on several lanes."""
-    on = np.full(len(fragment.works), -1, np.int64)
-    on[fragment.work] = fragment.lane
-    return on if np.array_equal(on[fragment.work], fragment.lane) else None
+def _lanes_of(fragment: Fragment, price: Array, n: int) -> Array | None:
+    """Return the lane of the tasks of each price, -1 where there are none; None where those of one are on several lanes."""
+    on = np.full(n, -1, np.int64)
+    on[price] = fragment.lane
+    return on if np.array_equal(on[price], fragment.lane) else None
 
 
-def _table(fragment: Fragment, costs: Costs, on: Array | None) -> tuple[Any, ...]:
-    """Return (lane of each row or None, share rows, latency, volume, cap, shares, capacity), per work, or per task where tasks of a work differ."""
-    latency, volume, cap = plain(costs.latency_ps, np.int64), plain(costs.volume, np.float64), plain(costs.cap, np.float64)
-    shares, capacity = plain(costs.shares, np.float64), plain(costs.capacity, np.float64)
-    n_works = len(fragment.works)
-    if on is not None:
-        reduced = np.zeros(n_works, np.int64), np.zeros(n_works), np.zeros(n_works)
-        if per_work(plain(fragment.work, np.int32), latency, volume, cap, *reduced, np.zeros(n_works, np.bool_)):
-            return on, np.arange(n_works, dtype=np.int32), *reduced, shares, capacity
-    return None, plain(fragment.work, np.int32), latency, volume, cap, shares, capacity
+def _table(fragment: Fragment, costs: Costs, on_work: Array | None) -> tuple[Array, Array, Any]:
+    """Return the price of each task, the lane of each price, and (latency, volume, cap, shares, capacity), by price but for the last.
+
+    Prices that are met on several lanes are told apart, task by task.
+    """
+    price = costs.price
+    on = on_work if price is fragment.work else _lanes_of(fragment, price, len(costs.cap))
+    columns: tuple[Any, ...] = costs.latency_ps, costs.volume, costs.cap, costs.shares
+    if on is None:
+        on, columns = fragment.lane.astype(np.int64), tuple(column[price] for column in columns)
+        price = np.arange(fragment.n_tasks, dtype=np.int32)
+    latency, volume, cap, shares = columns
+    flows = plain(volume, np.float64), plain(cap, np.float64), plain(shares, np.float64), plain(costs.capacity, np.float64)
+    return price, on, (plain(latency, np.int64), *flows)

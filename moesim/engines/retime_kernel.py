@@ -19,47 +19,34 @@ from moesim.engines.fast_state import LONGEST_S, OFFSET, WIDTH, ceil_ps
 
 
 @njit(cache=True, nogil=True)
-def per_work(work, latency, volume, cap, w_latency, w_volume, w_cap, seen):
-    """Reduce costs per task to costs per work; False if tasks of one work differ, as they do under jitter."""
-    for f in range(len(work)):
-        w = work[f]
-        if not seen[w]:
-            seen[w] = True
-            w_latency[w], w_volume[w], w_cap[w] = latency[f], volume[f], cap[f]
-        elif w_latency[w] != latency[f] or w_volume[w] != volume[f] or w_cap[w] != cap[f]:
-            return False
-    return True
-
-
-@njit(cache=True, nogil=True)
-def note_users(user, on, share_row, volume, shares):
+def note_users(user, on, volume, shares):
     """Note in ``user`` the one lane whose flows use a channel, -1 where there is none and -2 where there are several."""
-    for w in range(len(on)):
-        if volume[w] > 0.0 and on[w] >= 0:
+    for p in range(len(on)):
+        if volume[p] > 0.0 and on[p] >= 0:
             for c in range(len(user)):
-                if shares[share_row[w], c] > 0.0 and user[c] != on[w]:
-                    user[c] = on[w] if user[c] == -1 else -2
+                if shares[p, c] > 0.0 and user[c] != on[p]:
+                    user[c] = on[p] if user[c] == -1 else -2
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def durations(user, peak, lanes, on, share_row, latency, volume, cap, shares, capacity, duration):
-    """Fill ``duration`` (W,) of one variant; False if a channel may be contended, given the ``peak`` (lanes, C) of what came before."""
-    for w in range(len(on)):
-        if on[w] < 0:
+def durations(user, peak, lanes, on, latency, volume, cap, shares, capacity, duration):
+    """Fill ``duration`` (P,) of one variant; False if a channel may be contended, given the ``peak`` (lanes, C) of what came before."""
+    for p in range(len(on)):
+        if on[p] < 0:
             continue
-        duration[w] = latency[w]
-        if volume[w] > 0.0:
+        duration[p] = latency[p]
+        if volume[p] > 0.0:
             limit = np.inf
             for c in range(len(user)):
-                if shares[share_row[w], c] > 0.0 and user[c] >= 0 and lanes[user[c], WIDTH] == 1:
-                    limit = min(limit, capacity[c] / shares[share_row[w], c])
-            rate = cap[w] if cap[w] <= limit else limit
-            if not (rate > 0.0 and volume[w] / rate < LONGEST_S):
+                if shares[p, c] > 0.0 and user[c] >= 0 and lanes[user[c], WIDTH] == 1:
+                    limit = min(limit, capacity[c] / shares[p, c])
+            rate = cap[p] if cap[p] <= limit else limit
+            if not (rate > 0.0 and volume[p] / rate < LONGEST_S):
                 return False
-            duration[w] += ceil_ps(volume[w] / rate)
+            duration[p] += ceil_ps(volume[p] / rate)
             for c in range(len(user)):
-                if shares[share_row[w], c] > 0.0:
-                    peak[on[w], c] = max(peak[on[w], c], rate * shares[share_row[w], c])
+                if shares[p, c] > 0.0:
+                    peak[on[p], c] = max(peak[on[p], c], rate * shares[p, c])
     for c in range(len(user)):
         if user[c] == -1 or (user[c] >= 0 and lanes[user[c], WIDTH] == 1):
             continue
@@ -72,11 +59,11 @@ def durations(user, peak, lanes, on, share_row, latency, volume, cap, shares, ca
 
 
 @njit(cache=True, nogil=True)
-def sweep_variants(first, lanes, lane, row, dep_start, dep_task, duration, end, granted, slot_end, now):
-    """Extend ``end`` (tasks, V) by a fragment; ``duration`` is (V, W), ``granted`` (lanes, V), ``slot_end`` (servers, V)."""
+def sweep_variants(first, lanes, lane, price, dep_start, dep_task, duration, end, granted, slot_end, now):
+    """Extend ``end`` (tasks, V) by a fragment; ``duration`` is (P, V), ``granted`` (lanes, V), ``slot_end`` (servers, V)."""
     n_variants = end.shape[1]
     for f in range(len(lane)):
-        q, w = np.int64(lane[f]), row[f]
+        q, p = np.int64(lane[f]), price[f]
         s = lanes[q, OFFSET]
         for v in range(n_variants):
             now[v] = max(granted[q, v], slot_end[s, v])
@@ -93,7 +80,7 @@ def sweep_variants(first, lanes, lane, row, dep_start, dep_task, duration, end, 
         own = first + f
         for v in range(n_variants):
             granted[q, v] = now[v]
-            end[own, v] = now[v] + duration[w, v]
+            end[own, v] = now[v] + duration[p, v]
         if lanes[q, WIDTH] == 1:
             for v in range(n_variants):
                 slot_end[s, v] = end[own, v]

@@ -115,34 +115,34 @@ def served(first: int, tail_id: Column, tail_end: Column, access: Column, end: C
 
 
 def cover(
-    step_from: Column, step_last: Column, kind: Column, lane: Column, prefetch: Column, work: Column, volume: Column, shares: Column,
+    step_from: Column, step_last: Column, kind: Column, lane: Column, prefetch: Column, price: Column, volume: Column, shares: Column,
     start: Column, end: Column, moved: Column, drawn: Column, lengths: Column, counts: Column, opened: Column, closed: Column,
     drawn_on: Column, touched: Column,
 ) -> None:  # fmt: skip
     """Add to the busy time of each track (``lengths``), the units drawn by lane and channel, and the bytes moved by purpose and channel.
 
     ``opened`` and ``closed`` (tracks, room) hold disjoint, ascending intervals that later tasks may still extend, ``counts`` how many.
-    ``drawn_on`` (works, 1 + channels) is all 0, ``touched`` (tracks,) scratch.
+    ``drawn_on`` (prices, 1 + channels) is all 0, ``touched`` (tracks,) scratch.
     """
-    n_works, n_channels = shares.shape
-    for w in range(n_works):  # the channels that each work draws on
+    n_prices, n_channels = shares.shape
+    for p in range(n_prices):  # the channels that tasks of each price draw on
         for c in range(n_channels):
-            if shares[w, c] > 0.0:
-                drawn_on[w, 1 + drawn_on[w, 0]] = c
-                drawn_on[w, 0] += 1
+            if shares[p, c] > 0.0:
+                drawn_on[p, 1 + drawn_on[p, 0]] = c
+                drawn_on[p, 0] += 1
     for s in range(len(step_last)):
         for r in range(step_from[s], step_from[s + 1]):
-            k, a, b, w = kind[r], start[r], end[r], work[r]
+            k, a, b, p = kind[r], start[r], end[r], price[r]
             load = k == LOAD
             moving = load or k == COPY
             n_touched = 0
             if load or k == ATTENTION or k == ROUTER or k == FFN or k == COMBINE or k == HEAD:
                 touched[0], touched[1] = EITHER, WEIGHTS if load else COMPUTE
                 n_touched = 2
-            if volume[r] > 0.0:
-                for i in range(1, 1 + drawn_on[w, 0]):
-                    c = drawn_on[w, i]
-                    amount = shares[w, c] * volume[r]
+            if volume[p] > 0.0:
+                for i in range(1, 1 + drawn_on[p, 0]):
+                    c = drawn_on[p, i]
+                    amount = shares[p, c] * volume[p]
                     drawn[lane[r], c] += amount
                     if moving:
                         touched[n_touched] = CHANNELS + c
@@ -207,7 +207,7 @@ def extra_ps(spent: int, fixed: int, volume: float, cap: float, limit: float) ->
 def walk(
     stamp: Column, first: int, known_id: Column, known_from: Column, known_sum: Column,
     late_id: Column, late_part: Column, late_cause: Column, late_why: Column, step_last: Column,
-    group: Column, work: Column, latency: Column, volume: Column, cap: Column, limit: Column,
+    group: Column, price: Column, latency: Column, volume: Column, cap: Column, limit: Column,
     start: Column, end: Column, cause: Column, why: Column, next_id: Column, next_from: Column, next_sum: Column, stored: Column,
 ) -> int:  # fmt: skip
     """Sum up the critical path of some tasks: what bound its start, what bound that, and so on back to time 0.
@@ -270,8 +270,8 @@ def walk(
                         for j in range(3):
                             next_sum[put, g, j] += next_sum[at, g, j]
                     break
-                mine, spent = group[r], end[r] - start[r]
-                extra = extra_ps(spent, latency[r], volume[r], cap[r], limit[work[r]])
+                mine, spent, p = group[r], end[r] - start[r], price[r]
+                extra = extra_ps(spent, latency[p], volume[p], cap[p], limit[p])
                 before, reason = cause[r], why[r]
             next_sum[put, mine, TIMES] += 1
             next_sum[put, mine, SPENT] += spent
@@ -297,18 +297,19 @@ def walk(
 
 
 def parts(
-    stamp: Column, rows: Column, group: Column, work: Column, latency: Column, volume: Column, cap: Column, limit: Column, start: Column, end: Column, out: Column,
+    stamp: Column, rows: Column, group: Column, price: Column, latency: Column, volume: Column, cap: Column, limit: Column, start: Column, end: Column, out: Column,
 ) -> None:  # fmt: skip
     """Fill ``out`` with what ``walk`` needs to know of some tasks once their fragment is gone, see ``late_part``."""
     for i in range(len(rows)):
         r = rows[i]
+        p = price[r]
         out[i, 0] = group[r]
         out[i, 1] = end[r] - start[r]
-        out[i, 2] = extra_ps(end[r] - start[r], latency[r], volume[r], cap[r], limit[work[r]])
+        out[i, 2] = extra_ps(end[r] - start[r], latency[p], volume[p], cap[p], limit[p])
 
 
 def use(
-    first: int, kind: Column, lane: Column, layer: Column, expert: Column, prefetch: Column, work: Column, volume: Column, shares: Column,
+    first: int, kind: Column, lane: Column, layer: Column, expert: Column, prefetch: Column, price: Column, volume: Column, shares: Column,
     dep_start: Column, dep_task: Column, dep_type: Column, access: Column, n_layers: int, n_experts: int, latest: Column,
     count: int, ids: Column, keys: Column, amounts: Column, used: Column, needs_from: Column, needs: Column, stack: Column, moved: Column,
 ) -> int:  # fmt: skip
@@ -346,7 +347,7 @@ def use(
         if early:
             ids[count], keys[count], used[count] = first + r, key, 0
             for c in range(n_channels):
-                amounts[count, c] = shares[work[r], c] * volume[r]
+                amounts[count, c] = shares[price[r], c] * volume[price[r]]
             count += 1
             needs_from[count] = n_needs
     for a in range(len(access)):

@@ -25,10 +25,10 @@ EARLY_GROUP, GROUPS = len(Kind), len(Kind) + 1  # of a lane: its kinds of task, 
 FEW = 4096  # prefetches that are not worth a look at which may still be used
 _TIMES = {"start_ps": np.int64, "end_ps": np.int64, "cause": np.int64, "cause_type": np.int8}
 _COLUMNS = {
-    "kind": np.int8, "lane": np.int8, "layer": np.int16, "expert": np.int16, "prefetch": np.bool_, "work": np.int32, "dep_start": np.int64,
+    "kind": np.int8, "lane": np.int8, "layer": np.int16, "expert": np.int16, "prefetch": np.bool_, "dep_start": np.int64,
     "dep_task": np.int64, "dep_type": np.int8, "access": np.int64,
 }  # fmt: skip
-_COSTS = {"latency_ps": np.int64, "volume": np.float64, "cap": np.float64, "shares": np.float64, "limit": np.float64}
+_COSTS = {"price": np.int32, "latency_ps": np.int64, "volume": np.float64, "cap": np.float64, "shares": np.float64, "limit": np.float64}
 
 
 class _Open:
@@ -217,7 +217,7 @@ class Meter:
             more = (0, 0), (0, 2 * room - self._opened.shape[1])
             self._opened, self._closed = np.pad(self._opened, more), np.pad(self._closed, more)
         self._kernels.cover(
-            step_from, step_last, f["kind"], f["lane"], f["prefetch"], f["work"], c["volume"], c["shares"], t["start_ps"], t["end_ps"],
+            step_from, step_last, f["kind"], f["lane"], f["prefetch"], c["price"], c["volume"], c["shares"], t["start_ps"], t["end_ps"],
             self.moved, self.drawn, self.covered_ps, self._intervals, self._opened, self._closed,
             np.zeros((len(c["shares"]), 1 + len(self.channels)), np.int64), np.zeros(len(self.covered_ps), np.int64),
         )  # fmt: skip
@@ -233,7 +233,7 @@ class Meter:
         table = self._ids, self._keys, self._amounts, self._used, self._needs_from, self._needs
         scratch = np.empty(needs + len(f["access"]) + 1, np.int64)
         count = self._kernels.use(
-            first, f["kind"], f["lane"], f["layer"], f["expert"], f["prefetch"], f["work"], c["volume"], c["shares"], f["dep_start"],
+            first, f["kind"], f["lane"], f["layer"], f["expert"], f["prefetch"], c["price"], c["volume"], c["shares"], f["dep_start"],
             f["dep_task"], f["dep_type"], f["access"], *self._dims, self._latest, count, *table, scratch, self.moved,
         )  # fmt: skip
         if self.keep:
@@ -260,7 +260,7 @@ class Meter:
         if len(self.groups) > known["sum"].shape[1]:
             known["sum"] = np.pad(known["sum"], ((0, 0), (0, len(self.groups) - known["sum"].shape[1]), (0, 0)))
         next_from, next_sum = np.full(room, NO_CAUSE, np.int64), np.empty((room, len(self.groups), 3), np.int64)
-        of_task = group, f["work"], c["latency_ps"], c["volume"], c["cap"], c["limit"], t["start_ps"], t["end_ps"]
+        of_task = group, c["price"], c["latency_ps"], c["volume"], c["cap"], c["limit"], t["start_ps"], t["end_ps"]
         lost = self._kernels.walk(
             stamp, first, known["id"], known["from"], known["sum"], late["id"], late["part"], late["cause"], late["why"], step_last,
             *of_task, t["cause"], t["cause_type"], np.concatenate([ids, np.zeros(len(step_last), np.int64)]), next_from, next_sum,

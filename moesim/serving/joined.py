@@ -26,15 +26,17 @@ def joined(parts: Sequence[tuple[Fragment, Costs, Timeline]]) -> tuple[Fragment,
     def column(of: Sequence[Any], name: str) -> Any:
         return np.concatenate([getattr(one, name) for one in of])
 
-    work, starts, rows, deps = [], [np.zeros(1, np.int64)], 0, 0
-    for one in fragments:
+    work, price, starts, rows, prices, deps = [], [], [np.zeros(1, np.int64)], 0, 0, 0
+    for one, cost in zip(fragments, costs, strict=True):
         work.append(one.work + np.int32(rows))
+        price.append(cost.price + np.int32(prices))
         starts.append(one.dep_start[1:] + deps)
         rows += len(one.works)
+        prices += len(cost.cap)
         deps += int(one.dep_start[-1])
     fragment = Fragment(
         first_task=fragments[0].first_task, works=tuple(work for one in fragments for work in one.works), work=np.concatenate(work),
         dep_start=np.concatenate(starts), **{name: column(fragments, name) for name in _COLUMNS},
     )  # fmt: skip
     whole = (column(costs, name) for name in ("latency_ps", "volume", "cap", "shares"))
-    return fragment, Costs(costs[0].channels, costs[0].capacity, *whole), Timeline.concat(times)
+    return fragment, Costs(costs[0].channels, costs[0].capacity, np.concatenate(price), *whole), Timeline.concat(times)

@@ -98,26 +98,21 @@ def lasting(schedule: Schedule, costs: Sequence[Costs], duration_ps: Ints) -> li
     out = []
     for fragment, cost in zip(schedule.fragments, costs, strict=True):
         rows = slice(fragment.first_task, fragment.first_task + fragment.n_tasks)
-        nothing = np.zeros(fragment.n_tasks)
-        out.append(replace(cost, latency_ps=duration_ps[rows].copy(), volume=nothing, cap=np.full(fragment.n_tasks, np.inf),
-                           shares=np.zeros_like(cost.shares)))  # fmt: skip
+        n = fragment.n_tasks
+        out.append(
+            replace(
+                cost, price=np.arange(n, dtype=np.int32), latency_ps=duration_ps[rows].copy(), volume=np.zeros(n), cap=np.full(n, np.inf),
+                shares=np.zeros((n, cost.shares.shape[1])),
+            )
+        )  # fmt: skip
     return out
-
-
-def alone_ps(schedule: Schedule, costs: Sequence[Costs]) -> Floats:
-    """Return how long each task lasts with the machine to itself, (N,)."""
-    out = []
-    for fragment, cost in zip(schedule.fragments, costs, strict=True):
-        rate = np.minimum(cost.cap, cost.limit[fragment.work])
-        out.append(cost.latency_ps + np.where(cost.volume > 0, cost.volume / rate, 0.0) * 1e12)
-    return np.concatenate(out)
 
 
 def baselines_ms(case: Case, schedule: Schedule, costs: Sequence[Costs]) -> dict[str, float]:
     """Return the mean latency of a token that simpler models predict from the same costs and the same hits."""
     kind, lane = column(schedule, "kind"), column(schedule, "lane")
     n = len(emitting(schedule))
-    alone = alone_ps(schedule, costs)
+    alone = np.concatenate([cost.alone_ps() for cost in costs])
     compute = np.isin(kind, COMPUTE_KINDS)
     busy = [float(alone[~compute & (lane == i)].sum()) / x.width for i, x in enumerate(schedule.lanes)]
     working = float(alone[compute].sum())
