@@ -28,7 +28,7 @@ from moesim.html_table import html_table
 MAX_TRACE_BYTES = 4 * 2**30  # declared, uncompressed; a million rows of 60 layers with top-8 and weights are half of it
 PREFILL, DECODE = 0, 1
 _INT16_MAX = 2**15 - 1
-_ARRAYS = ("expert_ids", "weights", "seq_id", "position", "phase")
+ARRAYS = ("expert_ids", "weights", "seq_id", "position", "phase")
 # Facts of a whole file that are wrong for a part of it.
 _FILE_FACTS = ("n_tokens", "n_sequences", "missing_cells", "sequences")
 
@@ -69,7 +69,7 @@ class RoutingTrace:
     validate: InitVar[bool] = True
 
     def __post_init__(self, validate: bool) -> None:
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        arrays = {name: getattr(self, name) for name in ARRAYS}
         if validate:
             arrays = _validated(arrays, self.meta)
         for name, array in arrays.items():
@@ -299,8 +299,7 @@ def load_trace(path: str | Path) -> RoutingTrace:
             for info in archive.infolist():
                 archive.open(info).close()  # a name that is damaged in the directory would drop an optional array in silence
             known = {info.filename.removesuffix(".npy") for info in archive.infolist()}
-            missing = [name for name in ("expert_ids", "seq_id", "position", "phase", "meta") if name not in known]
-            if missing:
+            if missing := [name for name in ("expert_ids", "seq_id", "position", "phase", "meta") if name not in known]:
                 raise InputError(missing[0], expected="an array of that name", got=f"only {', '.join(sorted(known))[:120]}")
             names = ["expert_ids", "seq_id", "position", "phase", *(["weights"] if "weights" in known else [])]
             arrays: dict[str, Any] = {"weights": None} | {name: _read_array(archive, name) for name in names}
@@ -317,7 +316,8 @@ def load_trace(path: str | Path) -> RoutingTrace:
     except FileNotFoundError:
         raise InputError("trace", expected="an existing file", got="none", fix="check the path", where=where) from None
     except zipfile.BadZipFile as error:
-        raise InputError("trace", expected="an .npz file (a zip of arrays)", got=str(error) or "a damaged zip", where=where) from None
+        fix = "if it was one, it is cut off or damaged; import what other tools wrote: moesim trace import"
+        raise InputError("trace", expected="an .npz file", got=str(error) or "a damaged zip", fix=fix, where=where) from None
     except (OSError, EOFError, ValueError, RuntimeError, NotImplementedError, zlib.error, lzma.LZMAError, MemoryError) as error:
         raise InputError("trace", expected="a readable, undamaged .npz file", got=str(error) or type(error).__name__, where=where) from None
 
@@ -345,7 +345,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
 
 def save_trace(trace: RoutingTrace, path: str | Path) -> None:
     """Save a trace as a compressed ``.npz`` without pickle; ``load_trace`` gives an equal one."""
-    arrays: dict[str, Any] = {name: getattr(trace, name) for name in _ARRAYS if getattr(trace, name) is not None}
+    arrays: dict[str, Any] = {name: getattr(trace, name) for name in ARRAYS if getattr(trace, name) is not None}
     try:
         arrays["meta"] = np.array(json.dumps(trace.meta, sort_keys=True))
         with open(path, "wb") as file:  # an open file: savez appends .npz to a bare name
@@ -493,7 +493,7 @@ def _resize_sequences(trace: RoutingTrace, n_rows: int, mode: str, notes: list[s
 
 def _with(trace: RoutingTrace, **changes: Any) -> RoutingTrace:
     """Return a copy with some arrays replaced and the shape in its meta brought up to date."""
-    arrays = {name: getattr(trace, name) for name in _ARRAYS} | changes
+    arrays = {name: getattr(trace, name) for name in ARRAYS} | changes
     meta = {key: value for key, value in trace.meta.items() if not key.startswith("layer_")}  # per-layer facts fit the old shape only
     _, n_layers, top_k = arrays["expert_ids"].shape
     shape = {name: value for name, value in (("n_layers", n_layers), ("top_k", top_k)) if name in meta}

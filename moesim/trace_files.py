@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moesim.errors import InputError, did_you_mean
 from moesim.profile import RoutingProfile
-from moesim.trace import RoutingTrace, load_trace
+from moesim.trace import ARRAYS, RoutingTrace, load_trace
 from moesim.trace_formats import (
     bigmoeonedge,
     counts,
@@ -32,7 +32,7 @@ from moesim.trace_formats import (
     vllm_jsonl,
 )
 from moesim.trace_formats.arrays import NPY_MAGIC, read_npy, zip_names
-from moesim.trace_formats.source import Options, Source, is_whole
+from moesim.trace_formats.source import Options, Source, is_whole, some
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,11 @@ def _is_moesim(source: Source) -> bool:
 
 
 def _read_moesim(source: Source, options: Options) -> RoutingTrace:
-    return load_trace(source.path)
+    trace = load_trace(source.path)
+    other = sorted({name.removesuffix(".npy") for name in zip_names(source)} - {*ARRAYS, "meta"})
+    if other:
+        trace.meta["notes"] = [*notes_of(trace), f"arrays that a trace does not keep are left out: {some(other)}"]
+    return trace
 
 
 FORMATS = {
@@ -88,6 +92,9 @@ def sniff(source: Source) -> str:
     found = [name for name, entry in FORMATS.items() if entry.sniff(source)]
     if len(found) == 1:
         return found[0]
+    if not found and source.data[:4] == b"PK\x03\x04" and not zip_names(source):
+        got = f"a zip archive without its list of members, which stands at the end: cut off at byte {source.size}, or damaged there"
+        raise source.fail("file", "a whole .npz or .pt", got, "fetch or write it again")
     if not found:
         shown = repr(source.head[:40].decode("utf-8", "replace") if source.is_text else source.head[:16])
         raise source.fail(

@@ -12,10 +12,11 @@ import typer
 from moesim import resources
 from moesim.cli import trace_capture, trace_generate
 from moesim.cli.options import ListFormat, ListOutput, bundled, check_target, note, say, write
+from moesim.cli.traces import check_other, read_trace
 from moesim.errors import InputError
 from moesim.profile import RoutingProfile, save_profile
 from moesim.report import trace as report_trace
-from moesim.trace import DECODE, PREFILL, RoutingTrace, load_trace, save_trace
+from moesim.trace import DECODE, PREFILL, RoutingTrace, save_trace
 from moesim.trace_edit import counts_csv, merge_traces, parse_numbers, parse_span, phase_rows, route_trace_csv, to_profile
 from moesim.trace_files import FORMATS, import_trace, load_map, notes_of
 from moesim.trace_formats.source import Options
@@ -80,13 +81,16 @@ def info(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="An .npz file or the name of a bundled trace.", autocompletion=bundled("traces"), show_default=False
+            metavar="FILE",
+            help="A trace of any known format, or the name of a bundled one.",
+            autocompletion=bundled("traces"),
+            show_default=False,
         ),
     ],
     output: ListOutput = ListFormat.text,
 ) -> None:
     """Show a trace's shape, skew, reuse, cache hit rates and predictability."""
-    routing = load_trace(resources.find("traces", file))
+    routing = read_trace(file)
     if routing.n_rows * routing.n_layers > SLOW_CELLS:
         note(f"analysing {routing.n_rows} rows of {routing.n_layers} layers ...")
     found = analyse_phases(routing)
@@ -111,7 +115,7 @@ def import_(
     """Read a trace that another tool recorded, and say what it does and does not hold."""
     if out is not None:
         check_target(out, "--out", ".json" if out.suffix.lower() == ".json" else ".npz")
-    found = _read(file, format, _options(top_k, layers, experts, prompt_tokens, map, metadata, select))
+    found = _read(file, format, _options(top_k, layers, experts, prompt_tokens, map, metadata, select), out)
     if out is not None:
         _save(found, out)
     say(repr(found))
@@ -139,7 +143,7 @@ def convert(
     if wanted is None:
         raise InputError("--out", expected=f"a name that ends in {', '.join(suffixes)}, or --to", got=f'"{out}"')
     check_target(out, "--out", {Target.npz: ".npz", Target.profile: ".json"}.get(wanted, ".csv"))
-    found = _read(file, format, _options(top_k, layers, experts, prompt_tokens, map, metadata, select))
+    found = _read(file, format, _options(top_k, layers, experts, prompt_tokens, map, metadata, select), out)
     if wanted is Target.profile:
         save_profile(found if isinstance(found, RoutingProfile) else to_profile(found, Path(file).name), out)
     elif isinstance(found, RoutingProfile):
@@ -165,7 +169,7 @@ def slice_(
     check_target(out, "--out", ".npz")
     if rows is None and sequences is None and phase is None:
         raise InputError("trace slice", expected="--rows, --sequences or --phase", got="none of them")
-    part = _trace(file)
+    part = read_trace(file, out)
     if sequences is not None:
         part = part.select_sequences(parse_numbers(sequences, "--sequences"))
     if phase is not None:
@@ -183,7 +187,7 @@ def merge(
 ) -> None:
     """Join traces of one model shape into one file."""
     check_target(out, "--out", ".npz")
-    merged = merge_traces([_trace(file) for file in files], files)
+    merged = merge_traces([read_trace(file, out) for file in files], files)
     save_trace(merged, out)
     say(repr(merged))
 
@@ -208,9 +212,12 @@ def _options(
     return Options(top_k, layers, experts, prompts, mapping, metadata, chosen)
 
 
-def _read(file: str, format: str, options: Options) -> RoutingTrace | RoutingProfile:
+def _read(file: str, format: str, options: Options, out: Path | None) -> RoutingTrace | RoutingProfile:
     """Read a file of any known format, and say on stderr what it does not hold."""
-    found = import_trace(resources.find("traces", file), format, options)
+    path = resources.find("traces", file)
+    if out is not None:
+        check_other(out, path)
+    found = import_trace(path, format, options)
     for text in notes_of(found):
         note(f"note: {text}")
     return found
@@ -221,10 +228,3 @@ def _save(found: RoutingTrace | RoutingProfile, out: Path) -> None:
         save_profile(found, check_target(out, "--out", ".json"))
     else:
         save_trace(found, check_target(out, "--out", ".npz"))
-
-
-def _trace(file: str) -> RoutingTrace:
-    found = import_trace(resources.find("traces", file))
-    if isinstance(found, RoutingProfile):
-        raise InputError("trace", expected="a trace", got="a source of counts, which has no rows", where=file)
-    return found

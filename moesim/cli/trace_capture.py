@@ -14,12 +14,12 @@ from moesim.capture.files import prompts_of, read_prompts
 from moesim.capture.gguf import capture_gguf
 from moesim.capture.server import TIMEOUT_S, capture_server
 from moesim.cli.options import ListFormat, ListOutput, bundled, check_target, note, say, writing
+from moesim.cli.traces import read_trace
 from moesim.errors import InputError
 from moesim.fetch import REGISTRY, fetch, find_public, is_cached
-from moesim.profile import RoutingProfile
 from moesim.text_table import columns
 from moesim.trace import save_trace
-from moesim.trace_files import import_trace, notes_of
+from moesim.trace_files import notes_of
 from moesim.trace_formats.source import Options
 
 SLOW_CELLS = 20_000  # rows x layers above which the replay of Belady takes more than a few seconds
@@ -87,6 +87,8 @@ def capture_command(
     else:
         if model is None:
             raise InputError("MODEL", expected="a model's folder, a .gguf file, or --server URL", got="neither")
+        if not Path(model).is_dir():
+            raise InputError("MODEL", expected="a model's folder, a .gguf file, or --server URL", got=f'"{model}", which is no folder')
         asked_ids = read_prompts(prompts, model, max_prompt)
         trace = capture(
             load_model(model, device),
@@ -116,9 +118,7 @@ def plot_command(
 ) -> None:
     """Draw a trace: who is used, how soon again, what caches of each size hit, how predictable the next layer is."""
     check_target(out, "--out", ".png")
-    found = import_trace(resources.find("traces", file))
-    if isinstance(found, RoutingProfile):
-        raise InputError("trace", expected="a trace", got="a source of counts, which has no rows", where=file)
+    found = read_trace(file)
     if min(found.n_rows, rows) * found.n_layers > SLOW_CELLS:
         note(f"replaying caches over {min(found.n_rows, rows):,} tokens of {found.n_layers} layers ...")
     from moesim.plots.trace import plot_trace  # matplotlib is slow to import, and the other commands do without

@@ -170,8 +170,8 @@ class CostAware(_Inflating):
     """GreedyDual-Size: value = cost of fetching it again / its size + L; the cheapest per byte of room leaves.
 
     The cost of a miss is that of its transfer, in bytes: its own and ``PER_TRANSFER_BYTES`` for the fixed part, so value =
-    1 + PER_TRANSFER_BYTES / n_bytes + L. With experts of one size all values rise alike and the policy is LRU; it is LRU for any
-    sizes if there is no fixed part. It departs from LRU where small experts lie beside large ones: the small stay longer.
+    1 + PER_TRANSFER_BYTES / n_bytes + L. With experts of one size all values rise alike and the policy is LRU (but for the order of
+    what a warm cache begins with: there all are equal, and the smaller key leaves first); it is LRU for any sizes if there is no fixed part. It departs from LRU where small experts lie beside large ones: the small stay longer.
 
     Source: Cao and Irani 1997, "Cost-aware WWW proxy caching algorithms", USENIX Symposium on Internet Technologies and Systems;
     the inflation L is that of Young 1994, "The k-server dual and loose competitiveness for paging", Algorithmica 11(6).

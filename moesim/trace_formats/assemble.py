@@ -2,7 +2,7 @@
 
 It must not know any file format. A cell is one token in one MoE layer. Where a cell is missing:
 
-- the last layer of a prefill pass, but for the last prompt token: real. Engines that gather the tokens whose logits are asked for before the last FFN (llama.cpp,
+- the last layer of a prefill pass, but for the last prompt token (of which an answer follows, or others have it): real. Engines that gather the tokens whose logits are asked for before the last FFN (llama.cpp,
   ``inp_out_ids``) route only those there. The cells stay -1 and a note tells how many.
 - the last token of the file, in decode: the recorder was stopped within a token. The token is left out, with a note.
 - anywhere else: the file is damaged, and refused.
@@ -216,7 +216,7 @@ def finish(
             raise source.fail("rows", "at least one whole token", "only a part of one")
         _refuse_ghosts(missing, layers, source)
     if missing.any():
-        _judge(missing, seq, phase, layers, source)
+        _judge(missing, seq, phase, layers, source, attributed=last_token is not None)
     _, n_layers, top_k = ids.shape
     _agree("top_k", options.top_k, top_k, source)
     _agree("n_layers", options.n_layers, n_layers, source)
@@ -245,8 +245,13 @@ def _refuse_ghosts(missing: NDArray[np.bool_], layers: Any, source: Source) -> N
         )
 
 
-def _judge(missing: NDArray[np.bool_], seq: NDArray[np.int64], phase: NDArray[np.int64], layers: Any, source: Source) -> None:
-    """Accept missing cells in the last layer of the prefill, with a note; refuse all others."""
+def _judge(
+    missing: NDArray[np.bool_], seq: NDArray[np.int64], phase: NDArray[np.int64], layers: Any, source: Source, attributed: bool
+) -> None:
+    """Accept missing cells in the last layer of the prefill, with a note; refuse all others.
+
+    ``attributed``: the source says of each cell which token it belongs to, so that the last token of a prompt that is answered must have all.
+    """
     other = missing.copy()
     other[phase == PREFILL, -1] = False
     if other.any():
@@ -258,9 +263,10 @@ def _judge(missing: NDArray[np.bool_], seq: NDArray[np.int64], phase: NDArray[np
     final = np.r_[seq[prompt][1:] != seq[prompt][:-1], True]  # the last prompt token of each sequence
     number = np.cumsum(np.r_[False, final[:-1]])
     some_rows = np.bincount(number, have) > 0
-    cut = np.flatnonzero(some_rows & ~have[final])
+    answered = attributed & np.isin(seq[prompt][final], seq[phase == DECODE])
+    cut = np.flatnonzero((some_rows | answered) & ~have[final])
     if cut.size:
-        got = f"layer {int(layers[-1])} for some tokens of a prompt, but not for its last one"
+        got = f"no layer {int(layers[-1])} for the last token of a prompt whose answer, or of which other tokens, have it"
         raise source.fail("layers of a token", "the last layer at least for the last prompt token", got, "the file is cut off or damaged")
     source.note(
         f"ragged prefill: layer {int(layers[-1])} routed {int(have.sum())} of {len(prompt)} prompt tokens (the engine routes only tokens "

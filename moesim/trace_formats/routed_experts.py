@@ -2,7 +2,7 @@
 
 vLLM (docs, routed experts replay; CompletionResponseChoice): an integer array, or base64 of a .npy file, or nested lists; some
 versions keep the prompt apart as ``prompt_routed_experts``. The last sampled token has no row. SGLang (``meta_info`` of /generate,
-``sgl_ext`` of a choice): base64 of flat little-endian int32, so --layers and --top-k are needed; -1 where a layer has no experts. LightLLM:
+``sgl_ext`` or ``sglext`` of a choice or of the whole answer): base64 of flat little-endian int32, so --layers and --top-k are needed; -1 where a layer has no experts. LightLLM:
 ``{"shape": [...], "data": base64 int32}``. Dense layers are all 0 in vLLM's arrays: with top-2 or more that is no choice, and they are left
 out. Each array is one sequence from position 0.
 """
@@ -23,7 +23,8 @@ from moesim.trace_formats.arrays import NPY_MAGIC, npz_headers, read_npy, read_n
 from moesim.trace_formats.assemble import IDS_SEEN, NO_PHASE, check_ids, finish, room
 from moesim.trace_formats.source import Options, Source, is_whole, some
 
-_KEYS = {"routed_experts", "prompt_routed_experts", "meta_info", "choices", "sgl_ext"}
+_EXTENSIONS = ("meta_info", "sgl_ext", "sglext")  # of SGLang, by version
+_KEYS = {"routed_experts", "prompt_routed_experts", "choices", *_EXTENSIONS}
 _NPY_SHAPE = re.compile(rb"'descr': '[<|>=]?([a-z])\d*'.*'shape': \(([\d, ]*)\)", re.S)
 MAX_JSON_DEPTH = 4
 
@@ -101,7 +102,7 @@ def _find(response: dict[str, Any], number: int, source: Source, options: Option
     for holder in holders:
         if not isinstance(holder, dict):
             continue
-        for place in (holder, holder.get("meta_info"), holder.get("sgl_ext")):
+        for place in (holder, *(holder.get(name) for name in _EXTENSIONS)):
             value = place.get("routed_experts") if isinstance(place, dict) else None
             if value is None:
                 continue

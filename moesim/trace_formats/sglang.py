@@ -49,7 +49,8 @@ def convert(data: Any, source: Source, options: Options) -> RoutingTrace | Routi
         )
     if not isinstance(data, dict) or not isinstance(data.get("records"), list) or not data["records"]:
         got = ", ".join(str(key) for key in data)[:80] if isinstance(data, dict) else type(data).__name__
-        raise source.fail("dump", "logical_count (mode stat), or records (per_pass, per_token)", got)
+        fix = "" if isinstance(data, dict) else "router_logits that torch.save wrote: save them as .npy, .npz or .safetensors"
+        raise source.fail("SGLang dump", "logical_count (mode stat), or records (per_pass, per_token)", got, fix)
     records = data["records"]
     if not all(isinstance(record, dict) for record in records):
         raise source.fail("records", "dictionaries", "others")

@@ -65,11 +65,12 @@ class Source:
             self.size = self.path.stat().st_size
             if self.size > MAX_TRACE_BYTES:
                 raise InputError("trace", expected=f"at most {MAX_TRACE_BYTES} bytes", got=f"{self.size}", fix="split it", where=self.where)
-            self.data = self.path.read_bytes()
+            self.data = self.path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as some editors put before text
         except FileNotFoundError:
             raise InputError("trace", expected="an existing file", got="none", fix="check the path", where=self.where) from None
         except (OSError, ValueError) as error:
             raise InputError("trace", expected="a readable file", got=str(error)[:120], where=self.where) from None
+        self.size = len(self.data)
         if not self.data:
             raise InputError("trace", expected="a file with content", got="an empty one", where=self.where)
 

@@ -62,13 +62,16 @@ def read(source: Source, options: Options) -> RoutingTrace:
 
 
 def _selections(value: Any, shape: tuple[int, int, int], source: Source) -> NDArray[np.int64]:
+    array = None
     try:
         array = np.array(value)
         if array.shape != shape or array.dtype.kind != "i":
             raise ValueError("another shape")
-        return array.astype(np.int64)
+        array = array.astype(np.int64)
+        if b"true" not in source.data and b"false" not in source.data:  # which NumPy counts as 1 and 0
+            return array
     except (ValueError, TypeError, OverflowError):
-        pass
+        array = None
     what, part = "selections", value
     if not isinstance(part, list) or len(part) != shape[0]:
         raise source.fail(what, f"a list of {shape[0]} tokens", f"{len(part)}" if isinstance(part, list) else type(part).__name__)
@@ -80,7 +83,9 @@ def _selections(value: Any, shape: tuple[int, int, int], source: Source) -> NDAr
         for layer, cell in enumerate(token):
             if not isinstance(cell, list) or len(cell) != shape[2] or not all(is_whole(n) for n in cell):
                 raise source.fail(f"{what}[{t}][{layer}]", f"{shape[2]} expert ids", repr(cell))
-    raise source.fail(what, f"whole numbers {shape}", "others")
+    if array is None:
+        raise source.fail(what, f"whole numbers {shape}", "others")
+    return array
 
 
 def _prompts(source: Source, options: Options, n_tokens: int, n_layers: int, meta: dict[str, Any]) -> tuple[NDArray[np.int64], list[int]]:

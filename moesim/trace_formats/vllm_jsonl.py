@@ -68,6 +68,8 @@ def read(source: Source, options: Options) -> RoutingTrace:
     if isinstance(logged, list) and not set(np.unique(layer).tolist()) <= {n for n in logged if is_whole(n)}:
         i = int(np.flatnonzero(~np.isin(layer, [n for n in logged if is_whole(n)]))[0])
         raise source.fail_line(int(line[i]) + 1, "layer", f"one of layers_logged {some(logged)}", str(int(layer[i])))
+    if isinstance(logged, list) and (absent := sorted({n for n in logged if is_whole(n)} - set(np.unique(layer).tolist()))):
+        raise source.fail("lines", f"routes of all layers_logged {some(logged)}", f"none of layer {some(absent)}", "the file is cut off")
     begin = np.flatnonzero(np.r_[True, (token[1:] == 0) | (layer[1:] != layer[:-1])])
     count = np.diff(np.r_[begin, len(token)])
     expected = np.arange(len(token)) - np.repeat(begin, count)
