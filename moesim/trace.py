@@ -146,8 +146,8 @@ class RoutingTrace:
 
     def counts(self) -> NDArray[np.int64]:
         """Return (L, E) int64: rows in which each expert of each layer was chosen."""
-        keys = self.expert_ids.astype(np.int64) + np.arange(self.n_layers)[:, None] * self.n_experts
-        return np.bincount(keys[self.expert_ids >= 0], minlength=self.n_layers * self.n_experts).reshape(self.n_layers, self.n_experts)
+        ids = (self.expert_ids[:, layer].reshape(-1) for layer in range(self.n_layers))
+        return np.array([np.bincount(of_layer + 1, minlength=self.n_experts + 1)[1:] for of_layer in ids], np.int64)
 
     def slice_rows(self, start: int, stop: int) -> RoutingTrace:
         """Return rows ``start`` to ``stop`` (exclusive)."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moesim.errors import InputError
 from moesim.policies.cache import hottest
-from moesim.policies.kernels import BELADY, LFU, lru_replay, next_uses, ranked_replay, stack_depths
+from moesim.policies.kernels import BELADY, LFU, common, lru_replay, next_uses, ranked_replay, stack_depths
 from moesim.policies.prefetch import make_predictor
 from moesim.trace import DECODE, RoutingTrace
 
@@ -107,7 +107,7 @@ def reuse(trace: RoutingTrace, lag: int) -> dict[str, Any]:
         for layer in range(trace.n_layers):
             rows = np.flatnonzero(both[:, layer])
             before, after = trace.expert_ids[rows, layer], trace.expert_ids[rows + lag, layer]
-            shared[layer] = _common(before, after)
+            shared[layer] = common(before, after, trace.n_experts)
             total[layer] = after.size
     return {"micro": _share(shared.sum(), total.sum()), "per_layer": [_share(a, b) for a, b in zip(shared, total, strict=True)]}
 
@@ -217,7 +217,7 @@ def prediction_statistics(trace: RoutingTrace, distance: int) -> dict[str, Any]:
         predictor = make_predictor(name)
         predictor.fit(train)
         predicted = predictor.predict(scored, distance)
-        right = [_common(predicted[test[:, m], m], scored.expert_ids[test[:, m], m]) for m in targets]
+        right = [common(predicted[test[:, m], m], scored.expert_ids[test[:, m], m], trace.n_experts) for m in targets]
         shares = [_share(a, b) for a, b in zip(right, total, strict=True)]
         out[name] = {"recall": _share(sum(right), sum(total)), "per_target_layer": shares}
     out["test_accesses"] = sum(total)
@@ -245,11 +245,6 @@ def _global_lru_hits(trace: RoutingTrace, slots: int) -> int:
     keys = np.sort(trace.expert_ids, axis=2).astype(np.int64) + np.arange(trace.n_layers)[:, None] * trace.n_experts
     cells = keys[trace.present]
     return int(lru_replay(cells, np.zeros(len(cells), np.bool_), trace.n_layers * trace.n_experts, slots).sum())
-
-
-def _common(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """Number of members that the cells (n, K) of ``a`` and ``b`` share, row by row; -1 in ``a`` matches nothing."""
-    return sum(int((a[:, i, None] == b).sum()) for i in range(a.shape[1]))
 
 
 def _share(part: Any, total: Any) -> float | None:

@@ -148,3 +148,18 @@ def stack_depths(cells, n_experts):
         for k in range(cells.shape[1]):
             stamp[cells[r, k]] = r * n_experts + cells[r, k]
     return counts
+
+
+@njit(cache=True)
+def common(a, b, n_experts):
+    """Number of members that the sets (R, K) and (R, J) share, row by row; -1 matches nothing."""
+    stamp = np.full(n_experts, -1, np.int64)
+    shared = 0
+    for r in range(a.shape[0]):
+        for k in range(a.shape[1]):
+            if a[r, k] >= 0:
+                stamp[a[r, k]] = r
+        for j in range(b.shape[1]):
+            if b[r, j] >= 0 and stamp[b[r, j]] == r:
+                shared += 1
+    return shared
