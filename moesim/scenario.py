@@ -219,6 +219,13 @@ class Timing(Spec):
     background: list[Background] = []
 
 
+class RuntimeUse(Spec):
+    """An engine whose attained rates take the place of the machine's assumed ones; measured figures stay."""
+
+    name: str  # as in moesim/runtimes: llama.cpp, ik_llama.cpp, ktransformers, vllm, mlx, ...
+    threads: Count | None = None  # of the CPU; null: all cores
+
+
 class Scenario(Spec):
     """A whole run, as its file states it."""
 
@@ -227,6 +234,7 @@ class Scenario(Spec):
     model: str  # a bundled name, a config.json, a GGUF file or a spec
     precision: str | dict[str, Any] = "fp16"  # a format, a plan (formats by part), or a YAML file of one; file: a GGUF's own
     hardware: str  # a bundled name, a profile, or parts joined by +
+    runtime: RuntimeUse | None = None
     hardware_set: dict[str, Any] = {}  # figures to change, nested as in the profile: {storage: {ssd: {latency: "60 us"}}}
     hardware_scale: dict[str, Factor] = {}  # channel -> factor on all that was measured through it (HardwareProfile.scaled)
     derate: Annotated[float, Field(gt=0, le=1)] | None = None  # null: the profile's own

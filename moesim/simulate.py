@@ -39,6 +39,7 @@ from moesim.planner import Planner
 from moesim.policies.prefetch import make_predictor, source_of
 from moesim.precision import PrecisionPlan, plan_from
 from moesim.result_table import result_table
+from moesim.runtime_rates import as_found
 from moesim.scenario import Scenario, load_scenario
 from moesim.schedule import Fragment, Lane, Schedule
 from moesim.tasks import Tasks, Watermark, join, watermark
@@ -283,7 +284,7 @@ def quality_of(model: ModelSpec, plan: PrecisionPlan) -> dict[str, Any]:
 
 
 def machine_of(scenario: Scenario, base: Path, at: Callable[[str], str]) -> HardwareProfile:
-    hardware = find_hardware(scenario.hardware, base, at("hardware"))
+    hardware = as_found(find_hardware(scenario.hardware, base, at("hardware")), scenario, at("runtime"))
     if scenario.hardware_set:
         data = _overlay(hardware.model_dump(mode="json"), scenario.hardware_set)
         hardware = config.build(HardwareProfile, Document(data, at("hardware_set")))

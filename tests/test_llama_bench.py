@@ -29,11 +29,12 @@ def result(prompt: int, generate: int, depth: int, speed: float, **settings: obj
 
 
 def speed(prompt: int, generate: int, depth: int, hardware: str = MACHINE) -> float:
-    """What the simulator says of a run with everything on the GPU."""
+    """What the simulator says of a run with everything on the GPU, by the figures of the profile."""
     from moesim.llama.options import parse_command
 
     line = f"llama-bench -m {FILE} -ngl 99 -fa 1 -p {prompt} -n {generate} -d {depth}"
-    case = make_case(build(Scenario, Document(to_scenario(parse_command(line), hardware).scenario, "test")))
+    data = {**to_scenario(parse_command(line), hardware).scenario, "runtime": None}
+    case = make_case(build(Scenario, Document(data, "test")))
     metrics = simulate(case, keep=False).as_dict()["metrics"]
     return float(metrics["prefill_tok_s" if prompt else "decode_tok_s"])
 

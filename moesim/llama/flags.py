@@ -98,7 +98,8 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
     }  # fmt: skip
     if command.prompt == command.generate == 0:
         raise InputError("command line", expected="a prompt or an answer", got="-p 0 -n 0")
-    _threads(command, machine, places, scenario, notes)
+    threads = _threads(command, machine, places, notes)
+    scenario["runtime"] = {"name": runtime.name} | ({"threads": threads} if threads is not None else {})
     spec = build(Scenario, Document(scenario, "command line"))
     plan = stated_plan(spec.precision, None if not _from_file(meant.precision) else make_case(spec).plan, "")
     layout = Layout(spec, meant.model, plan, machine)
@@ -250,20 +251,19 @@ def _stream(placement: dict[str, Any], places: Places, model: ModelSpec, machine
         placement["pools"].setdefault(machine.devices[device].tier, {"hold": "all"})["transient_slots"] = -(-model.n_experts // 3)
 
 
-def _threads(command: LlamaCommand, machine: HardwareProfile, places: Places, scenario: dict[str, Any], notes: list[str]) -> None:
-    """Fewer threads than cores: the CPU's arithmetic in proportion."""
-    cpu = machine.devices["cpu"]
-    if command.threads is None or not places.uses_cpu or cpu.cores is None:
-        return
-    share = command.threads / cpu.cores.value
-    if share < 1:
-        peaks = {name: {"value": f"{peak.value * share / 1e12:.6g} TFLOP/s"} for name, peak in cpu.peak.items()}
-        scenario["hardware_set"] = {"devices": {"cpu": {"peak": peaks}}}
+def _threads(command: LlamaCommand, machine: HardwareProfile, places: Places, notes: list[str]) -> int | None:
+    """Cores of the CPU that compute; None: all."""
+    found = machine.devices["cpu"].cores
+    if command.threads is None or not places.uses_cpu or found is None:
+        return None
+    cores = int(found.value)
+    if command.threads < cores:
         notes.append(
-            f"-t {command.threads}: {share:.0%} of the CPU's arithmetic; that fewer threads also draw less bandwidth is not modelled"
+            f"-t {command.threads}: {command.threads / cores:.0%} of the CPU's arithmetic; that fewer threads also draw less bandwidth is not modelled"
         )
-    elif share > 1:
-        notes.append(f"-t {command.threads}: more than the CPU's {cpu.cores.value} cores; not modelled")
+    elif command.threads > cores:
+        notes.append(f"-t {command.threads}: more than the CPU's {cores} cores; not modelled")
+    return command.threads if command.threads < cores else None
 
 
 def _unmodelled(command: LlamaCommand, places: Places, spec: Scenario, has_card: bool) -> list[str]:

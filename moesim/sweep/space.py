@@ -289,7 +289,10 @@ def machine(document: Document, folder: Path) -> HardwareProfile:
 
 def _machine_key(document: Document, folder: Path) -> tuple[str, str]:
     """What a machine is made from."""
-    chosen = {name: document.data.get(name) for name in ("hardware", "hardware_set", "hardware_scale", "derate")}
+    names = ["hardware", "hardware_set", "hardware_scale", "derate"]
+    if document.data.get("runtime"):  # what an engine attains goes with where it computes what
+        names += ["runtime", "placement", "workload", "serving"]
+    chosen = {name: document.data.get(name) for name in names}
     return str(folder), json.dumps(chosen, sort_keys=True, default=str)
 
 
