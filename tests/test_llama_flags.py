@@ -15,8 +15,8 @@ from moesim.config import Document, build
 from moesim.errors import DoesNotFit, InputError
 from moesim.layout import Layout
 from moesim.llama.flags import to_flags, to_scenario
-from moesim.llama.model import quant_of, spans
 from moesim.llama.options import FORK, MAINLINE, parse_command
+from moesim.llama.quants import quant_of, spans
 from moesim.llama.suggest import suggest
 from moesim.scenario import Scenario
 from moesim.simulate import Case, load_case, make_case
