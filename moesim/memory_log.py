@@ -2,9 +2,10 @@
 
 Three kinds of record, told apart by content:
 
-- nvidia-smi's CSV with a header (``nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv -l 1``): the highest use of each GPU,
-  compared with what the ledger plans there and what the profile reserves, as nvidia-smi counts other programs too;
-- the loader's lines of llama.cpp and its forks, ``CUDA0 model buffer size = 17604.91 MiB``: model, K/V and compute buffers per device;
+- nvidia-smi's CSV (``nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv -l 1``), without its header where each row has one
+  size and at most one whole number, the GPU's index: the highest use of each GPU, compared with what the ledger plans there and what the profile reserves, as nvidia-smi counts other programs too;
+- the loader's lines of llama.cpp and its forks, ``CUDA0 model buffer size = 17604.91 MiB`` or without a kind for weights, as
+  ik_llama.cpp and older llama.cpp print them: model, K/V and compute buffers per device;
 - samples of a process, a CSV with a header that ends in ``bytes`` (``time,bytes``): its highest value against main memory's plan.
 """
 
@@ -23,7 +24,9 @@ from moesim.layout import Layout
 
 MIB = 2**20
 POOLS = {"model": ("weights", "experts"), "KV": ("kv",), "RS": ("kv",), "compute": ("workspace", "buffers"), "output": ()}
-_BUFFER = re.compile(r"([A-Za-z]\w*)\s+(model|KV|RS|compute|output) buffer size\s*=\s*(\d+(?:\.\d+)?) MiB")
+# ik_llama.cpp and older llama.cpp print weights without the word "model", as llm_load_tensors: CUDA0 buffer size = ...
+_BUFFER = re.compile(r"([A-Za-z]\w*)\s+(?:(model|KV|RS|compute|output) )?buffer size\s*=\s*(\d+(?:\.\d+)?) MiB")
+_MIB = re.compile(r"\d+ MiB", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 2**10, "mib": MIB, "gib": 2**30}
 _FIX = "known: nvidia-smi --query-gpu=index,memory.used --format=csv, a llama.cpp log with its buffer sizes, a CSV of time,bytes"
 
@@ -86,7 +89,23 @@ def read_record(path: Path, layout: Layout) -> list[Recorded]:
         return _buffers(found, path, layout)
     if head.strip().endswith("bytes") and "," in head:
         return [_samples(text, path, layout)]
+    if any(_MIB.fullmatch(cell.strip()) for cell in head.split(",")):
+        return list(_smi(_with_header(text, path), path, layout))
     raise InputError("--against", expected="a record of memory", got="none of the known kinds", fix=_FIX, where=str(path))
+
+
+def _with_header(text: str, path: Path) -> str:
+    """nvidia-smi's rows without a header (csv,noheader), with the one that they had: one size each, and at most one whole number, the index."""
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.lstrip("\ufeff").splitlines()) if row]
+    sizes = {tuple(i for i, cell in enumerate(row) if _MIB.fullmatch(cell)) for row in rows}
+    numbers = {tuple(i for i, cell in enumerate(row) if cell.isdigit()) for row in rows}
+    if len(sizes) > 1 or len(numbers) > 1 or any(len(found) != 1 for found in sizes) or any(len(found) > 1 for found in numbers):
+        fix = "record with the header: nvidia-smi --query-gpu=index,memory.used --format=csv"
+        raise InputError(
+            "--against", expected="one size in MiB and at most one index a row", got=", ".join(rows[0])[:60], fix=fix, where=str(path)
+        )
+    names = {sizes.pop()[0]: "memory.used [MiB]"} | {found[0]: "index" for found in numbers if found}
+    return ", ".join(names.get(i, "other") for i in range(len(rows[0]))) + "\n" + text.lstrip("\ufeff")
 
 
 def _gpu_tier(number: int, layout: Layout, where: str) -> str:
@@ -105,8 +124,8 @@ def _gpu_tier(number: int, layout: Layout, where: str) -> str:
 def _buffers(found: list[tuple[str, str, str]], path: Path, layout: Layout) -> list[Recorded]:
     """Buffers by device and kind: parts of a model or cache add up, of compute buffers that are reserved again the largest counts."""
     sizes: dict[tuple[str, str], float] = {}
-    for device, what, mib in found:
-        size = float(mib) * MIB
+    for device, kind_, mib in found:
+        size, what = float(mib) * MIB, kind_ or "model"
         before = sizes.get((device, what), 0.0)
         sizes[device, what] = max(before, size) if what in ("compute", "output") else before + size
     out = []

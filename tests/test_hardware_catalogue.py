@@ -17,7 +17,7 @@ from moesim.hardware import ChannelFacts, HardwareProfile, figures, load_hardwar
 from moesim.hardware import catalogue as hardware_catalogue
 from moesim.hardware.catalogue import KINDS, SIMD, Cpu, Drive, Gpu, Soc, assumptions, cpu_peaks, folder, part, part_names, parts
 from moesim.hardware.compose import compose, find_hardware
-from moesim.hardware.grammar import is_composition, read_parts
+from moesim.hardware.grammar import EVERYDAY, is_composition, read_parts
 from moesim.simulate import load_case, simulate
 
 GPUS, SOCS, CPUS, DRIVES = parts(Gpu), parts(Soc), parts(Cpu), parts(Drive)
@@ -437,3 +437,17 @@ def test_examples_of_the_documentation_compose() -> None:
     for simd, factors in SIMD.items():
         row = next(line for line in text.splitlines() if line.startswith("|") and simd in line.split("|")[1].replace(",", " ").split())
         assert [cell.strip() for cell in row.split("|")[2:5]] == [str(factors.get(fmt, "")) for fmt in ("int8", "bf16", "fp16")]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("strix-halo + nvme-gen4", "ryzen-ai-max-395"), ("AMD Strix Halo:128GiB + nvme-gen4", "ryzen-ai-max-395"), ("dgx-spark", "gb10"),
+     ("2x NVIDIA P40 + ryzen-9950x + ddr5-6000x2:96GiB", "tesla-p40")],
+)  # fmt: skip
+def test_everyday_names_are_answered_with_the_catalogues(text: str, meant: str) -> None:
+    with pytest.raises(InputError, match=f'did you mean "{meant}"'):
+        find_hardware(text)
+
+
+def test_everyday_names_lead_to_parts() -> None:
+    assert set(EVERYDAY.values()) <= set(part_names()) and not set(EVERYDAY) & set(part_names())

@@ -15,8 +15,8 @@ from moesim.config import Document, build
 from moesim.errors import DoesNotFit, InputError
 from moesim.layout import Layout
 from moesim.llama.flags import to_flags, to_scenario
-from moesim.llama.model import quant_of, spans
 from moesim.llama.options import FORK, MAINLINE, parse_command
+from moesim.llama.quants import quant_of, spans
 from moesim.llama.suggest import suggest
 from moesim.scenario import Scenario
 from moesim.simulate import Case, load_case, make_case
@@ -219,3 +219,14 @@ def test_the_best_flags_fit_and_need_the_fewest_layers_on_the_cpu(tmp_path: Path
     assert "--n-cpu-moe" not in capsys.readouterr().out.splitlines()[0]  # 8 GB hold all
     with pytest.raises(DoesNotFit):
         suggest(load_case(path, ("hardware_set.tiers.ram.capacity.value=4200 MiB", "hardware_set.tiers.vram.capacity.value=900 MiB")))
+
+
+@pytest.mark.parametrize(("scenario", "machine"), [("qwen3-30b-desktop", "cpu-server"), ("qwen3-30b-two-gpus", "strix-halo")])
+def test_flags_are_searched_on_a_machine_that_lacks_what_the_scenario_names(
+    scenario: str, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["--set", "workload.prompt_tokens=8", "--set", "workload.output_tokens=2"]
+    assert run(["suggest-flags", scenario, "--hardware", machine, *short]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("llama-cli -m qwen3-30b-a3b.gguf -ngl") and "the scenario's placement is left out" in err
+    assert run(["suggest-flags", scenario, "--hardware", "no-such-machine"]) == 2

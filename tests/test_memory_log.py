@@ -60,6 +60,30 @@ def test_samples_of_a_card_are_compared_with_all_that_is_planned_there(scenario:
     assert compare(layout, log)[0].recorded.bytes == 7000 * MIB
 
 
+def test_samples_without_their_header_are_read_where_they_say_enough(scenario: Path, tmp_path: Path) -> None:
+    layout, log = load_case(scenario).layout, tmp_path / "smi.csv"
+    for text in ("0, 500 MiB\n0, 7000 MiB\n", "500 MiB\n7000 MiB\n", "2026/01/01 10:00:00.000, 0, 7000 MiB\n"):
+        log.write_text(text)
+        (item,) = compare(layout, log)
+        assert (item.recorded.bytes, item.recorded.tier) == (7000 * MIB, "vram")
+    for text in ("7000 MiB, 8188 MiB\n", "0, 45, 7000 MiB\n", "0, 7000 MiB\n7000 MiB, 0\n"):
+        log.write_text(text)
+        with pytest.raises(InputError, match="record with the header"):
+            compare(layout, log)
+
+
+def test_weights_are_read_where_the_loader_does_not_call_them_a_model(scenario: Path, tmp_path: Path) -> None:
+    """As ik_llama.cpp and older llama.cpp print them."""
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "llm_load_tensors:        CPU buffer size =  100.00 MiB\nllm_load_tensors:      CUDA0 buffer size = 13857.55 MiB\n"
+        "llama_kv_cache_init:      CUDA0 KV buffer size =    64.00 MiB\nllama_new_context_with_model:  CUDA_Host  output buffer size = 0.58 MiB\n"
+    )
+    found = {item.recorded.name: item for item in compare(load_case(scenario).layout, log)}
+    assert set(found) == {"CPU model buffer", "CUDA0 model buffer", "CUDA0 KV buffer", "CUDA_Host output buffer"}
+    assert found["CUDA0 model buffer"].recorded.bytes == round(13857.55 * MIB) and found["CUDA0 model buffer"].planned_bytes > 0
+
+
 def test_samples_of_a_process_are_compared_with_main_memory(scenario: Path, tmp_path: Path) -> None:
     layout = load_case(scenario).layout
     log = tmp_path / "rss.csv"

@@ -77,11 +77,27 @@ def plan_of(model: ModelSpec, quant: str, bits_per_weight: float, kv: str) -> Pr
     others = model.weight_bytes(base) - model.part_bytes(base, "routed_experts")
     params = sum(model.layer_params(layer, "routed_experts") for layer in model.moe_layers)
     wanted = (model.params_total * bits_per_weight / 8 - others) * 8 / params
-    sizes = [(model.part_bytes(_plan(recipe, name, (), kv), "routed_experts") * 8 / params, name) for name in LADDER]  # padding included
+    sizes = _ladder(model, recipe, kv)
     if not 0.8 * sizes[0][0] < wanted < 1.1 * sizes[-1][0]:
         expected = f"room for routed experts of {sizes[0][0]:.3g} to {sizes[-1][0]:.3g} bits"
         raise InputError("bits_per_weight", expected=expected, got=f"{wanted:.2f} bits")
-    low, high, share = _between(wanted, sizes)
+    return _divided(model, recipe, wanted, kv)
+
+
+def plan_of_experts(model: ModelSpec, quant: str, bits_per_weight: float, kv: str) -> PrecisionPlan:
+    """Return the precision of a file whose routed experts have so many bits per weight on average, the rest as its name's recipe says."""
+    return _divided(model, recipe_of(quant, bits_per_weight), bits_per_weight, kv)
+
+
+def _ladder(model: ModelSpec, recipe: Recipe, kv: str) -> list[tuple[float, str]]:
+    """Bits per weight of the routed experts in each format, padding included."""
+    params = sum(model.layer_params(layer, "routed_experts") for layer in model.moe_layers)
+    return [(model.part_bytes(_plan(recipe, name, (), kv), "routed_experts") * 8 / params, name) for name in LADDER]
+
+
+def _divided(model: ModelSpec, recipe: Recipe, bits: float, kv: str) -> PrecisionPlan:
+    """The plan whose routed experts have so many bits per weight: the two nearest formats, spread over the layers."""
+    low, high, share = _between(bits, _ladder(model, recipe, kv))
     layers = model.moe_layers
     count = round(share * len(layers))
     raised = tuple(layer for i, layer in enumerate(layers) if (i + 1) * count // len(layers) > i * count // len(layers))

@@ -22,6 +22,14 @@ _RATES = {3: (800, 2933), 4: (1600, 5333), 5: (3200, 9200)}  # MT/s of modules t
 _LANES = (1, 2, 4, 8, 16)
 _MOST_CARDS = 8
 _FORM = "a GPU, SoC, CPU or drive of the catalogue, ddrG-RATExCHANNELS:CAPACITY, or pcieGxLANES"
+EVERYDAY = {  # what people call a part, to its name in the catalogue; only to suggest it
+    "strix-halo": "ryzen-ai-max-395", "ai-max-395": "ryzen-ai-max-395", "framework-desktop": "ryzen-ai-max-395",
+    "strix-point": "ryzen-ai-hx-370", "hawk-point": "ryzen-8845hs", "phoenix": "ryzen-7840hs", "dgx-spark": "gb10", "digits": "gb10",
+    "lunar-lake": "core-ultra-7-258v", "meteor-lake": "core-ultra-7-155h", "arrow-lake": "core-ultra-9-285k", "mac-studio": "m3-ultra",
+    "p40": "tesla-p40", "p100": "tesla-p100", "v100": "tesla-v100-32gb", "t4": "tesla-t4", "m40": "tesla-m40-24gb", "mi50": "mi50-32gb",
+    "a100": "a100-80gb", "rtx-6000-pro": "rtx-pro-6000-blackwell", "rtx-pro-6000": "rtx-pro-6000-blackwell", "w7900": "radeon-pro-w7900",
+    "r9700": "radeon-ai-pro-r9700", "b580": "arc-b580", "a770": "arc-a770-16gb", "rpi5": "raspberry-pi-5",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +71,11 @@ class Parts:
 
 
 def is_composition(text: str) -> bool:
-    """Whether text names parts and not a profile or file: it has a ``+``, or it is a part and no bundled profile."""
+    """Whether text names parts and not a profile or file: it has a ``+``, or it is a part and no bundled profile, also by an everyday name."""
     if text in resources.names("hardware_profiles") or text.endswith((".yaml", ".yml")):
         return False
     name = _TIMES.sub("", text.strip().lower(), count=1).partition(":")[0].strip()
-    return "+" in text or name in part_names() or bool(_RAM.fullmatch(name) or _PCIE.fullmatch(name))
+    return "+" in text or name in part_names() or name in EVERYDAY or bool(_RAM.fullmatch(name) or _PCIE.fullmatch(name))
 
 
 def read_parts(text: str) -> Parts:
@@ -163,8 +171,11 @@ def _bytes(item: str, size: str) -> int:
 
 
 def _hint(name: str) -> str:
-    """A near miss among the parts, else the parts of the kind that the name begins like."""
+    """The part that is commonly called so, a near miss among the parts, else the parts of the kind that the name begins like."""
     known = part_names()
+    plain = re.sub(r"[\s_]+", "-", re.sub(r"^(?:amd|nvidia|intel|apple|geforce)[\s_-]+", "", name))
+    if (meant := EVERYDAY.get(plain, plain)) in known:
+        return f'did you mean "{meant}"? all: moesim hardware --parts'
     alike = [other for other in known if other[:3] == name[:3]] or [other for other in known if name and name in other]
     return did_you_mean(name, alike or known) + "; all: moesim hardware --parts"
 

@@ -28,8 +28,10 @@ from moesim.errors import InputError
 from moesim.hardware import HardwareProfile, kind
 from moesim.hardware.compose import find_hardware
 from moesim.layout import Layout
-from moesim.llama.model import cache_type, meant_model, spans
+from moesim.llama.model import cache_type, meant_model
 from moesim.llama.options import BENCH, EXPERTS_PATTERN, FORK, MAINLINE, LlamaCommand
+from moesim.llama.quants import spans
+from moesim.llama.tensors import unmatched
 from moesim.model import ModelSpec
 from moesim.runtimes import RunFacts, Runtime, runtime_of
 from moesim.scenario import Scenario
@@ -53,7 +55,7 @@ class Translation:
     notes: tuple[str, ...]
 
 
-def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str = "") -> Translation:
+def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str = "", precision: Any = None) -> Translation:
     """Return the scenario of a command line on a machine.
 
     Parameters
@@ -65,18 +67,20 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
         Stands for the line's own, see ``meant_model``.
     name : str
         Of the scenario.
+    precision : str or Mapping
+        As in a scenario, in place of what the file's name says, see ``meant_model``.
 
     Raises
     ------
     InputError
         If model, machine or a device that the line names is unknown.
     """
-    machine, meant = find_hardware(hardware, Path(), "--hardware"), meant_model(command, model)
+    machine, meant = find_hardware(hardware, Path(), "--hardware"), meant_model(command, model, precision)
     runtime = runtime_of(command.engine)
     notes = [*command.notes, *meant.notes]
     places = _places(command, meant.model, machine, notes)
     run = _facts(command, meant.model, machine, runtime, places)
-    context = _context(command, runtime)
+    context, chunk = _context(command, runtime, meant.model), _chunk(command, meant.model, notes)
     copies = command.engine == MAINLINE and places.mixed and command.copies_experts and runtime.choose("prefill_experts", run) == "gpu"
     placement = _placement(places, meant.model, machine, command.mapped)
     if copies:
@@ -89,7 +93,7 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
         "trace": {"generate": "uniform"},
         "workload": {
             "prompt_tokens": command.prompt, "output_tokens": command.generate, "batch": command.parallel if command.tool != BENCH else 1,
-            "prefill_chunk": command.chunk, "cached_tokens": command.depth,
+            "prefill_chunk": chunk, "cached_tokens": command.depth,
         },
         "memory": {"context_tokens": context, "mla_compressed": _compressed(command, runtime, run)},
         "placement": placement,
@@ -104,9 +108,10 @@ def to_scenario(command: LlamaCommand, hardware: str, model: str = "", name: str
     plan = stated_plan(spec.precision, None if not _from_file(meant.precision) else make_case(spec).plan, "")
     layout = Layout(spec, meant.model, plan, machine)
     cards = max(len(set(places.attention) - {"cpu"}), 1)
-    buffers = list(compute_buffers(layout, runtime, run, command.chunk, context, gpus=cards))
+    buffers = list(compute_buffers(layout, runtime, run, chunk, context, gpus=cards))
     scenario["memory"]["workspace"] = f"{max(buffers)} B"
-    notes += _unmodelled(command, places, spec, bool(_cards(machine)))
+    notes += unmatched((o for o in command.overrides if not o[0].endswith(EXPERTS_PATTERN)), meant.model)
+    notes += _unmodelled(command, places, spec, meant.model, bool(_cards(machine)))
     return Translation({key: value for key, value in scenario.items() if value != {}}, tuple(dict.fromkeys(notes)))
 
 
@@ -211,11 +216,28 @@ def _compressed(command: LlamaCommand, runtime: Runtime, run: RunFacts) -> bool:
     return command.mla != 0 if command.mla is not None else runtime.choose("latent_cache", run) == "compressed"
 
 
-def _context(command: LlamaCommand, runtime: Runtime) -> int:
+def _whole_context(command: LlamaCommand, model: ModelSpec) -> int | None:
+    """Tokens of the whole cache that the line states or, in llama-bench, its test reaches; None where neither is known."""
+    if command.tool == BENCH:
+        return command.depth + command.prompt + command.generate
+    return model.max_context if command.context == 0 else command.context
+
+
+def _context(command: LlamaCommand, runtime: Runtime, model: ModelSpec) -> int:
     """Tokens of one sequence's cache: what is stated, divided among parallel ones; else what the run reaches."""
     reached = command.depth + command.prompt + command.generate
-    stated = command.context // command.parallel if command.context and command.tool != BENCH else 0
+    stated = (_whole_context(command, model) or 0) // command.parallel if command.tool != BENCH else 0
     return -(-max(stated, reached) // runtime.kv_round_tokens) * runtime.kv_round_tokens
+
+
+def _chunk(command: LlamaCommand, model: ModelSpec, notes: list[str]) -> int:
+    """Tokens of a prompt that are computed together; as in llama.cpp (llama_context) at most the batch, and that at most the context."""
+    asked, most = min(command.ubatch, command.batch), _whole_context(command, model)
+    if most and asked > most:
+        if command.tool != BENCH:
+            notes.append(f"-ub {asked}: the context has {most} tokens; llama.cpp computes no more together")
+        return most
+    return asked
 
 
 def _placement(places: Places, model: ModelSpec, machine: HardwareProfile, mapped: bool) -> dict[str, Any]:
@@ -266,7 +288,7 @@ def _threads(command: LlamaCommand, machine: HardwareProfile, places: Places, no
     return command.threads if command.threads < cores else None
 
 
-def _unmodelled(command: LlamaCommand, places: Places, spec: Scenario, has_card: bool) -> list[str]:
+def _unmodelled(command: LlamaCommand, places: Places, spec: Scenario, model: ModelSpec, has_card: bool) -> list[str]:
     """What a scenario has no counterpart for, in one line each."""
     out = []
     if not command.kv_on_gpu and set(places.attention) != {"cpu"}:
@@ -289,6 +311,8 @@ def _unmodelled(command: LlamaCommand, places: Places, spec: Scenario, has_card:
         out.append(f"-fa {int(command.flash)}: sets the compute buffer; what it does to speed is left to the machine's profile")
     if command.repack:
         out.append("-rtr: weights are repacked at load, so nothing is mapped; faster CPU kernels are left to the machine's profile")
+    if command.context == 0 and command.tool != BENCH and model.max_context is None:
+        out.append(f"-c 0: the context of {model.name} is not known; {spec.memory.context_tokens} tokens are planned, what the run reaches")
     if command.context is None and command.tool != BENCH:
         out.append(f"-c: not stated; {spec.memory.context_tokens} tokens are planned, what the run reaches")
     return out
@@ -361,7 +385,7 @@ def _where(layout: Layout, engine: str, bench: bool) -> list[str]:
         raise InputError("placement.layers", expected="layers on the cards in their order", got=", ".join(dict.fromkeys(own[first:])))
     counts = [own[: n + (layout.head_device != "cpu")].count(card) for card in cards]
     if held and len(cards) > 1:
-        words += ["-ts", ",".join(map(str, counts))]
+        words += ["-ts", ("/" if bench else ",").join(map(str, counts))]
     moved: dict[str, Mapping[int, str]] = {
         r"attn_": {i: d for i, d in enumerate(attention) if d != own[i]},
         "experts": {i: layout.expert_device[i] for i in model.moe_layers if layout.expert_device[i] != own[i]},

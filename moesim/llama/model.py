@@ -1,37 +1,23 @@
 """Owns which model and which precision a llama.cpp command line means: a GGUF file that is there, or a bundled model in the format that
-the file's name states.
-
-Bits per weight by name are the medians of public GGUF files of MoE models (the loader logs and file sizes behind ``moesim backtest``'s
-public runs); ``field_precision`` says how a file of so many bits divides them among its parts.
+the file's name states (``quants.py``) or the user does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moesim import resources
-from moesim.backtest.precision import plan_of
 from moesim.backtest.run import KV_FORMATS
 from moesim.errors import InputError, did_you_mean
 from moesim.llama.options import LlamaCommand
+from moesim.llama.quants import known_names, precision_of, quant_of
 from moesim.model import ModelSpec
 from moesim.model_files import load_model_with_plan
+from moesim.precision import plan_from
 
-BITS = {
-    "UD-Q5_K_XL": 5.70, "UD-Q4_K_XL": 4.70, "UD-Q3_K_XL": 3.53, "UD-Q2_K_XL": 2.99, "UD-IQ3_XXS": 3.20, "IQ4_XS": 4.32, "IQ3_XXS": 3.20,
-    "IQ2_XXS": 2.20, "Q8_0": 8.51, "Q6_K": 6.57, "Q5_K_M": 5.69, "Q4_K_M": 4.83, "Q3_K_M": 3.78, "Q4_0": 4.57,
-}  # fmt: skip
-PLAIN = {
-    "MXFP4": {"default": "Q8_0", "routed_experts": "mxfp4"},
-    "BF16": {"default": "bf16"},
-    "F16": {"default": "F16"},
-    "F32": {"default": "F32"},
-}
-_QUANT = re.compile(r"(?:UD-)?(?:IQ\d_[A-Z]+|Q\d(?:_K)?(?:_[SML0-9]+|_XL)*|MXFP4|BF16|F16|F32)(?![A-Za-z0-9])", re.IGNORECASE)
 GPU_TYPES = {"fp16": "f16", "fp32": "f32", "bf16": "bf16", "Q6_K": "q6_0"}
 
 
@@ -45,7 +31,7 @@ class Meant:
     notes: tuple[str, ...] = ()
 
 
-def meant_model(command: LlamaCommand, name: str = "") -> Meant:
+def meant_model(command: LlamaCommand, name: str = "", precision: Any = None) -> Meant:
     """Return the model and precision of a command line.
 
     Parameters
@@ -53,6 +39,8 @@ def meant_model(command: LlamaCommand, name: str = "") -> Meant:
     command : LlamaCommand
     name : str
         A bundled model or a file that stands for the line's; empty: the line's own file, or the bundled model that its name begins with.
+    precision : str or Mapping
+        As in a scenario, in place of what the file or its name says; None: that.
 
     Raises
     ------
@@ -68,43 +56,32 @@ def meant_model(command: LlamaCommand, name: str = "") -> Meant:
         notes.append(f"{command.model}: the file is not here; the bundled model {chosen} stands for it (--model NAME chooses another)")
     model, own = load_model_with_plan(chosen, Path(), "")
     kv = _kv(command)
+    if precision is not None:
+        return Meant(chosen, model, _stated(precision, kv), tuple(notes))
     if own is not None and Path(chosen).suffix == ".gguf":
         return Meant(chosen, model, {"default": "file", **kv} if kv else "file", tuple(notes))
     quant = quant_of(command.model)
-    if quant in PLAIN:
-        return Meant(chosen, model, {**PLAIN[quant], **kv}, tuple(notes))
-    if quant not in BITS:
-        fix = f"known in names: {', '.join([*BITS, *PLAIN])}; or let -m name a file that is here"
+    found = precision_of(model, quant, KV_FORMATS[command.cache_k])
+    if found is None:
+        fix = f"known in names: {', '.join(known_names())}, each also with UD- and _XL; or state it with --precision; or let -m name a file that is here"
         raise InputError("quantisation", expected="a file name that states one", got=f'"{PurePosixPath(command.model).name}"', fix=fix)
-    plan = plan_of(model, quant, BITS[quant], KV_FORMATS[command.cache_k])
+    data, remark = found
+    overrides = [*data.pop("overrides", []), *kv.pop("overrides", [])]
+    return Meant(chosen, model, data | kv | ({"overrides": overrides} if overrides else {}), (*notes, *([remark] if remark else [])))
+
+
+def _stated(precision: Any, kv: dict[str, Any]) -> Any:
+    """A precision as the user states it, with the line's K/V formats where it names none."""
+    plan = plan_from(precision, "--precision")
+    if not kv or plan.kv is not None:
+        return precision
     data = plan.model_dump(mode="json", exclude_none=True)
-    divided = [o | ({"layers": spans(o["layers"])} if "layers" in o else {}) for o in data.pop("overrides")]
-    overrides = [*divided, *kv.pop("overrides", [])]
-    notes.append(f"{quant}: {BITS[quant]:g} bits per weight, the median of public files; a file's own header would be exact")
-    stated = {key: value for key, value in data.items() if key != "kv"} | kv
-    return Meant(chosen, model, stated | ({"overrides": overrides} if overrides else {}), tuple(notes))
-
-
-def quant_of(file: str) -> str:
-    """Return the name of a file's quantisation in capitals, or ""."""
-    found = _QUANT.findall(PurePosixPath(file.replace("\\", "/")).name)
-    return str(found[-1]).upper() if found else ""
+    return data | kv | {"overrides": [*data["overrides"], *kv.get("overrides", [])]}
 
 
 def cache_type(name: str) -> str:
     """Return what llama.cpp calls a format of the K/V cache."""
     return GPU_TYPES.get(name, name.lower())
-
-
-def spans(layers: Sequence[int]) -> str:
-    """Return layers as a scenario writes them: ``0-3, 7``."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _kv(command: LlamaCommand) -> dict[str, Any]:

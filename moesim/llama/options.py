@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from moesim.errors import InputError, did_you_mean
+from moesim.llama import option_names as known
 
 TOOLS = ("llama-bench", "llama-cli", "llama-completion", "llama-server", "llama-sweep-bench")
 BENCH = "llama-bench"
@@ -23,40 +24,14 @@ ALL_LAYERS = 999
 MAX_PATTERN = 1000  # characters of a tensor pattern
 EXPERTS_PATTERN = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # what -cmoe and -ncmoe stand for
 
-# field -> its names. Fields of the first table take a value, of the second none or one of 0, 1, on, off, auto.
-_VALUES = {
-    "model": "-m --model", "hf_repo": "-hf -hfr --hf-repo", "hf_file": "-hff --hf-file", "gpu_layers": "-ngl --n-gpu-layers --gpu-layers",
-    "n_cpu_moe": "-ncmoe --n-cpu-moe", "override": "-ot --override-tensor --override-tensors", "ubatch": "-ub --ubatch-size",
-    "batch": "-b --batch-size", "load_mode": "-lm --load-mode", "split_mode": "-sm --split-mode", "tensor_split": "-ts --tensor-split",
-    "main_gpu": "-mg --main-gpu", "cache_k": "-ctk --cache-type-k", "cache_v": "-ctv --cache-type-v", "context": "-c --ctx-size",
-    "threads": "-t --threads", "parallel": "-np --parallel", "mla": "-mla --mla-use", "generate": "-n --n-gen --n-predict --predict",
-    "prompt": "--n-prompt", "depth": "-d --n-depth", "pair": "-pg",
-}  # fmt: skip
-_FLAGS = {
-    "cpu_moe": "-cmoe --cpu-moe", "no_kv_offload": "-nkvo --no-kv-offload", "no_mmap": "--no-mmap", "mmap": "--mmap -mmp", "mlock": "--mlock",
-    "flash": "-fa --flash-attn", "no_flash": "-no-fa --no-flash-attn", "repack": "-rtr --run-time-repack", "fused_moe": "-fmoe --fused-moe",
-    "no_fused_moe": "-no-fmoe --no-fused-moe", "no_op_offload": "-nopo --no-op-offload",
-}  # fmt: skip
-# Without a counterpart: with a value, and without.
-_OTHER_VALUES = """
--r --repetitions -o --output -oe --output-err --delay --prio --poll -C --cpu-mask --cpu-strict -Cb --cpu-mask-batch -tb --threads-batch --numa
--dev --device -rpc --rpc -fit --fit -fitt --fit-target -fitc --fit-ctx -embd --embeddings -s --seed --temp --top-k --top-p --min-p --samplers
---repeat-penalty --presence-penalty --frequency-penalty --host --port --api-key -a --alias --chat-template --chat-template-file
---chat-template-kwargs --reasoning-format --reasoning-budget -f --file -sys --system-prompt --rope-scaling --rope-scale --rope-freq-base
---rope-freq-scale --yarn-orig-ctx --keep -cram --cache-ram --cache-reuse -amb --attention-max-batch -ser --smart-expert-reduction --no-host
---n-gen-warmup -lzm --lazy-mode --lora --mmproj -md --model-draft -ngld -to --timeout --slot-save-path --n-cpu-moe-draft -ctxcp
-""".split()
-_OTHER_FLAGS = """
--v --verbose --progress --no-warmup --offline -cnv --conversation -no-cnv --no-conversation -i --interactive -st --single-turn -e --escape
---color --no-display-prompt --jinja --no-jinja --metrics --slots --no-slots --no-webui -cb --cont-batching -nocb --no-cont-batching
---ignore-eos --verbose-prompt --swa-full -kvu --kv-unified --no-context-shift --context-shift --repack -nr --no-repack --check-tensors
---warmup-batch -ger --grouped-expert-routing -gr --graph-reuse --no-cache-prompt -mqkv --merge-qkv -dio --direct-io --log-disable
-""".split()
-_FORK_FIELDS = ("repack", "fused_moe", "no_fused_moe", "mla")
-_FORK_NAMES = ("-amb", "--attention-max-batch", "-ser", "--smart-expert-reduction", "-ger", "-gr", "-mqkv", "-no-fa", "-no-fmoe")
-_NAMES = {name: field for table in (_VALUES, _FLAGS) for field, names in table.items() for name in names.split()}
+_NAMES = {name: field for table in (known.VALUES, known.FLAGS) for field, names in table.items() for name in names.split()}
+_CONTINUED = re.compile(r"\\[ \t]*\r?\n|(?:^|(?<=\s))\\(?=\s|$)|\\\s*\Z")  # a backslash that ends a line, also of lines that were joined
 _STATES = {"0": False, "off": False, "false": False, "1": True, "on": True, "true": True, "auto": None}
 _KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_WITH_VALUE = {*known.DRAFT_VALUES, *known.OTHER_VALUES}
+_UNREAD = {*_WITH_VALUE, *known.DRAFT_FLAGS, *known.OTHER_FLAGS}
+_DRAFT = {*known.DRAFT_VALUES, *known.DRAFT_FLAGS}
+_WRAPPERS = ("env", "numactl", "taskset", "nice", "ionice", "chrt", "sudo", "nohup", "time", "stdbuf", "exec", "setarch", "systemd-run")
 _RANGE = re.compile(r"(\d+)-\d+([+*]\d+)?")
 
 
@@ -65,7 +40,7 @@ class LlamaCommand:
     """What a command line says. ``overrides`` are (pattern, buffer) in order, the first that matches a tensor's name decides.
 
     ``gpu_layers`` counts the output layer as one more than the model has; None is all. ``context``, ``threads``, ``flash``, ``mla`` are None
-    where not stated.
+    where not stated; a context of 0 tokens is the model's own.
     """
 
     tool: str
@@ -94,11 +69,6 @@ class LlamaCommand:
     copies_experts: bool = True
     notes: tuple[str, ...] = ()
 
-    @property
-    def chunk(self) -> int:
-        """Tokens of a prompt that are computed together."""
-        return min(self.ubatch, self.batch)
-
 
 def parse_command(line: str | Iterable[str], engine: str = "") -> LlamaCommand:
     """Read a command line.
@@ -119,23 +89,32 @@ def parse_command(line: str | Iterable[str], engine: str = "") -> LlamaCommand:
     notes: list[str] = []
     while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):
         notes.append(f"{words.pop(0)}: environment variables are not read")
-    tool = PurePosixPath(words.pop(0).replace("\\", "/")).name.removesuffix(".exe") if words else ""
+    if words and _name(words[0]) in _WRAPPERS:
+        start = next((i for i, word in enumerate(words) if _name(word) in TOOLS), 0)
+        notes += [f"{' '.join(words[:start])}: what stands before the tool is not read"] if start else []
+        words = words[start:]
+    tool = _name(words.pop(0)) if words else ""
     if tool not in TOOLS:
         fix = did_you_mean(tool, TOOLS)
         raise InputError("command line", expected="a line that begins with a tool of llama.cpp", got=f'"{tool[:60]}"', fix=fix)
     found = list(_read(words, tool))
-    fork = any(field in _FORK_FIELDS or name in _FORK_NAMES for name, field, _ in found)
+    fork = any(field in known.FORK_FIELDS or name in known.FORK_NAMES for name, field, _ in found)
     if engine not in ("", MAINLINE, FORK):
         raise InputError("--engine", expected=f"{MAINLINE} or {FORK}", got=f'"{engine}"', fix=did_you_mean(engine, (MAINLINE, FORK)))
     engine = engine or (FORK if fork or tool == "llama-sweep-bench" else MAINLINE)
     return _command(tool, engine, found, notes)
 
 
+def _name(word: str) -> str:
+    """The name of a program, without its folder."""
+    return PurePosixPath(word.replace("\\", "/")).name.removesuffix(".exe")
+
+
 def _words(line: str | Iterable[str]) -> list[str]:
     if not isinstance(line, str):
         return list(line)
     try:
-        return shlex.split(line.replace("\\\n", " "))
+        return shlex.split(_CONTINUED.sub(" ", line))
     except ValueError as error:
         raise InputError("command line", expected="closed quotes", got=str(error).lower()) from None
 
@@ -149,10 +128,11 @@ def _read(words: list[str], tool: str) -> Iterator[tuple[str, str, str]]:
     while i < len(words):
         name, sign, value = words[i].partition("=") if words[i].startswith("--") else (words[i], "", "")
         field, i = names.get(name, ""), i + 1
-        if not field and name not in _OTHER_VALUES and name not in _OTHER_FLAGS:
-            known = [*names, *_OTHER_VALUES, *_OTHER_FLAGS]
-            raise InputError(f"option {name[:60]}", expected=f"an option of {tool}", got="an unknown one", fix=_near(name, known))
-        takes = field in _VALUES or field == "text" or name in _OTHER_VALUES
+        if not field and name not in _UNREAD:
+            raise InputError(
+                f"option {name[:60]}", expected=f"an option of {tool}", got="an unknown one", fix=_near(name, [*names, *_UNREAD])
+            )
+        takes = field in known.VALUES or field == "text" or name in _WITH_VALUE
         if takes and not sign:
             if i == len(words):
                 raise InputError(f"option {name}", expected="a value", got="the end of the line")
@@ -162,8 +142,8 @@ def _read(words: list[str], tool: str) -> Iterator[tuple[str, str, str]]:
         yield name, field, value
 
 
-def _near(name: str, known: list[str]) -> str:
-    return did_you_mean(name, known).partition("known: ")[0].strip() or "moesim from-llama knows llama-bench, llama-cli, llama-server"
+def _near(name: str, others: list[str]) -> str:
+    return did_you_mean(name, others).partition("known: ")[0].strip() or "moesim from-llama knows llama-bench, llama-cli, llama-server"
 
 
 def _command(tool: str, engine: str, found: list[tuple[str, str, str]], notes: list[str]) -> LlamaCommand:
@@ -174,7 +154,8 @@ def _command(tool: str, engine: str, found: list[tuple[str, str, str]], notes: l
     seen_override = False
     for name, field, value in found:
         if not field:
-            notes.append(f"{name}{' ' + value if value else ''}: no counterpart, left out")
+            why = "speculative decoding is not modelled" if name in _DRAFT else "no counterpart, left out"
+            notes.append(f"{name}{' ' + value if value else ''}: {why}")
         elif field == "override":
             if not (bench and seen_override):
                 overrides += _overrides(name, value, bench and engine == MAINLINE, notes)
@@ -187,7 +168,7 @@ def _command(tool: str, engine: str, found: list[tuple[str, str, str]], notes: l
         elif bench and field in said:
             notes.append(f"{name} {value}: a further test; only the first is taken")
         else:
-            keeps = field in ("text", "model", "hf_repo", "hf_file", "tensor_split", "pair")
+            keeps = field in ("text", "model", "hf_repo", "hf_file", "pair")
             said[field] = name, value if keeps else _first(name, value, bench, notes)
     return _typed(tool, engine, said, tuple(overrides), notes)
 
@@ -245,8 +226,8 @@ def _typed(
         batch=whole("batch", 2048, 1), kv_on_gpu=not state("no_kv_offload"), mapped=mapped,
         split_mode=_choice(said, "split_mode", ("layer", "none", "row", "tensor", "graph", "attn")), tensor_split=_split(said), main_gpu=main,
         flash=False if state("no_flash") else state("flash"), cache_k=_choice(said, "cache_k", ("f16", *_KV_TYPES)),
-        cache_v=_choice(said, "cache_v", ("f16", *_KV_TYPES)), context=whole("context", 0) or None, prompt=prompt, generate=generate, depth=depth,
-        threads=whole("threads", 0) if said.get("threads", ("", "-1"))[1] != "-1" else None, parallel=max(whole("parallel", 1), 1),
+        cache_v=_choice(said, "cache_v", ("f16", *_KV_TYPES)), context=whole("context", 0) if "context" in said else None, prompt=prompt, generate=generate, depth=depth,
+        threads=whole("threads", 0) if said.get("threads", ("", "-1"))[1] != "-1" else None, parallel=_parallel(said),
         repack=bool(state("repack")), mla=whole("mla", 0) if "mla" in said else None, copies_experts=not state("no_op_offload"),
         notes=tuple(notes),
     )  # fmt: skip
@@ -265,17 +246,22 @@ def _state(name: str, value: str) -> bool | None:
     return _STATES[state] if state else True
 
 
-def _choice(said: dict[str, tuple[str, str]], field: str, known: tuple[str, ...]) -> str:
+def _choice(said: dict[str, tuple[str, str]], field: str, choices: tuple[str, ...]) -> str:
     """A value of a few; the first where none is stated."""
-    name, value = said.get(field, ("", known[0]))
-    if value.lower() not in known:
-        raise InputError(f"option {name}", expected="one of those known", got=f'"{value[:40]}"', fix=did_you_mean(value, set(known)))
+    name, value = said.get(field, ("", choices[0]))
+    if value.lower() not in choices:
+        raise InputError(f"option {name}", expected="one of those known", got=f'"{value[:40]}"', fix=did_you_mean(value, set(choices)))
     return value.lower()
 
 
 def _generate(said: dict[str, tuple[str, str]]) -> int:
     name, value = said.get("generate", ("-n", "128"))
     return 128 if value in ("-1", "-2") else _whole(name, value)
+
+
+def _parallel(said: dict[str, tuple[str, str]]) -> int:
+    name, value = said.get("parallel", ("-np", "1"))
+    return 1 if value == "-1" else max(_whole(name, value), 1)
 
 
 def _layers(said: dict[str, tuple[str, str]]) -> int | None:

@@ -24,8 +24,9 @@ from moesim.errors import DoesNotFit
 from moesim.hardware import kind
 from moesim.layout import Layout
 from moesim.llama.flags import to_flags
-from moesim.llama.model import cache_type, spans
+from moesim.llama.model import cache_type
 from moesim.llama.options import MAINLINE
+from moesim.llama.quants import spans
 from moesim.precision import PrecisionPlan
 from moesim.runtimes import RunFacts, runtime_of
 from moesim.scenario import Io, MemoryPlan, Pipeline, Placement, Prefetch
