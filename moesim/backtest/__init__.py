@@ -23,9 +23,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim.backtest.data import METRICS, FieldRuns, Row
-from moesim.backtest.run import FieldCase, FieldCases, Lacking
-from moesim.errors import InputError
+from moesim.backtest.data import METRICS, FieldRuns, Lacking, Row
+from moesim.backtest.run import FieldCase, FieldCases
 from moesim.ranks import rank_correlation
 from moesim.runtimes import Rates, load_rates, was_fitted
 
@@ -98,11 +97,6 @@ def backtest(data: FieldRuns, *, warm: bool = False, rates: Callable[[str], Rate
         Whether one measured row of each host and engine may be used.
     rates : callable
         Host to rates; by default those fitted without it.
-
-    Raises
-    ------
-    InputError
-        If no row at all can be predicted.
     """
     builder = FieldCases(data)
     base = rates("")
@@ -122,9 +116,6 @@ def backtest(data: FieldRuns, *, warm: bool = False, rates: Callable[[str], Rate
         predictions.append(
             Prediction(case, case.tokens_per_s(sum(parts.values())), parts, by_host[host].interval(case.placement, case.mode, False))
         )
-    if not predictions:
-        reasons = ", ".join(sorted({s.reason for s in skipped})[:5])
-        raise InputError("runs.csv", expected="at least one row that can be predicted", got=reasons or "no rows", where=str(data.folder))
     if warm:
         predictions = _calibrated(predictions, base)
     predictions = _with_closed_forms(predictions)

@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moesim.backtest.data import Facts
+from moesim.backtest.data import Facts, Lacking
 from moesim.backtest.kernels import CpuKernels, kernels_of
 from moesim.config import Document, build
-from moesim.errors import InputError
 from moesim.hardware import HardwareProfile
 
 GB = 1e9
@@ -79,15 +78,22 @@ class Machine:
 
 
 def machine_of(facts: Facts) -> Machine:
-    """Return the figures of a record."""
+    """Return the figures of a record.
+
+    Raises
+    ------
+    InputError
+        If it is no record, or a fact in it cannot be read.
+    """
+    facts.check()
     assumed: list[str] = []
     unified = facts.get("unified") is True
     sockets = facts.whole("cpu", "sockets", default=1)
     cpu = facts.text("cpu", "name")
     peak, channels = _ram(facts, cpu, sockets, assumed)
     gpus = [i for i in range(len(facts.items("gpus"))) if facts.number("gpus", i, "mem_bw_gb_s")]
-    count = sum(facts.whole("gpus", i, "count", default=1) for i in gpus)
-    weights = [facts.whole("gpus", i, "count", default=1) * (facts.number("gpus", i, "vram_gib") or 1.0) for i in gpus]
+    counts = [facts.whole("gpus", i, "count", default=1, least=1) for i in gpus]
+    weights = [n * (facts.number("gpus", i, "vram_gib") or 1.0) for n, i in zip(counts, gpus, strict=True)]
     bandwidth = _harmonic([facts.number("gpus", i, "mem_bw_gb_s") or 0.0 for i in gpus], weights)
     flops = [facts.number("gpus", i, "fp16_tflops") for i in gpus]
     tensor = _harmonic([f or 0.0 for f in flops], weights) if all(flops) else None
@@ -112,7 +118,7 @@ def machine_of(facts: Facts) -> Machine:
         name=facts.name,
         host=facts.text("host_group") or facts.name,
         platform=platform,
-        gpus=count,
+        gpus=sum(counts),
         gpu_name=name,
         gpu_bytes_per_s=bandwidth * GB if bandwidth else None,
         gpu_flops_per_s=tensor * TFLOP if tensor else None,
@@ -171,7 +177,7 @@ def profile_of(machine: Machine) -> HardwareProfile:
 
     Raises
     ------
-    InputError
+    Lacking
         If neither the memory of a GPU nor main memory has a stated bandwidth.
     """
     tiers: dict[str, Any] = {}
@@ -195,7 +201,7 @@ def profile_of(machine: Machine) -> HardwareProfile:
             links = {"h2d": {"source": "ram", "target": "vram", **way}, "d2h": {"source": "vram", "target": "ram", **way}}
         devices["gpu"] = {"tier": tier, "peak": {"fp16": f"{machine.gpu_flops_per_s} FLOP/s"}, **ideal}
     if ram is None and "vram" not in tiers:
-        raise InputError(machine.name, expected="a memory bandwidth", got="none stated")
+        raise Lacking("no memory bandwidth stated")
     storage: dict[str, Any] = {}
     if machine.ssd_bytes_per_s:
         rate = f"{machine.ssd_bytes_per_s} B/s"
