@@ -154,3 +154,12 @@ def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
     for name in ("runs.csv", "machines.yaml", "models.yaml"):
         (where / name).write_text("\ufeff" + (where / name).read_text(), encoding="utf-8")
     assert not reasons(where)
+
+
+def test_the_rows_that_calibrated_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line("p", "full_gpu", "prefill_tok_s", "0", "3000"), line("b", "full_gpu", "decode_tok_s", "512", "90"), line("c", "full_gpu", "decode_tok_s", "512", "91"),
+            line("q", "full_gpu", "prefill_tok_s", "0", "3000").replace("llama.cpp,llama.cpp", "vllm,vllm")]  # fmt: skip
+    where = folder(tmp_path, *rows)
+    for use, calibrating in (("--cold", []), ("--warm", ["b", "q"])):  # the first decode row, and of an engine without one its first row
+        assert command(["backtest", str(where), use, "-o", "json"]) == 0
+        assert [r["row_id"] for r in json.loads(capsys.readouterr().out)["rows"] if r["calibrates"]] == calibrating

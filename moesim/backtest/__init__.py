@@ -1,9 +1,10 @@
 """Owns the comparison of predictions with measured runs: cold and warm, with intervals, against closed formulas on the same rows.
 
 Cold: nothing measured on the host of a row is used; rates that were fitted on runs of that host are replaced by those fitted without it.
-Warm: one measured row of each host and engine, the first decode row at the smallest depth, corrects the others. Its deviation belongs in
-part to what the host's CPU, GPU and drive do otherwise than was predicted, in part to that row alone. All four are taken to deviate
-equally (``deviation``, a normal spread in logarithms), so with the shares w of the row's time on CPU, GPU and drive
+Warm: one measured row of each host and engine corrects the others: the first decode row at the smallest depth where there is one, else the
+first row at the smallest depth. It carries ``calibrates`` and is not scored. Its deviation belongs in part to what the host's CPU, GPU and
+drive do otherwise than was predicted, in part to that row alone. All four are taken to deviate equally (``deviation``, a normal spread in
+logarithms), so with the shares w of the row's time on CPU, GPU and drive
 
     correction of device k = w_k / (1 + w.w) x log(measured time / predicted time of the row)
 
