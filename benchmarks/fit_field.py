@@ -23,8 +23,8 @@ import numpy as np
 
 from moesim import resources, text_table
 from moesim.backtest import backtest, score
-from moesim.backtest.data import read_field_runs
-from moesim.backtest.run import FieldCase, FieldCases, Lacking
+from moesim.backtest.data import Lacking, read_field_runs
+from moesim.backtest.run import FieldCase, FieldCases
 from moesim.runtimes import Rates, attained_file, held_out, load_rates
 
 PRIOR = {  # where the fit starts and what it is drawn to where rows say little

@@ -1,9 +1,10 @@
 """Owns the comparison of predictions with measured runs: cold and warm, with intervals, against closed formulas on the same rows.
 
 Cold: nothing measured on the host of a row is used; rates that were fitted on runs of that host are replaced by those fitted without it.
-Warm: one measured row of each host and engine, the first decode row at the smallest depth, corrects the others. Its deviation belongs in
-part to what the host's CPU, GPU and drive do otherwise than was predicted, in part to that row alone. All four are taken to deviate
-equally (``deviation``, a normal spread in logarithms), so with the shares w of the row's time on CPU, GPU and drive
+Warm: one measured row of each host and engine corrects the others: the first decode row at the smallest depth where there is one, else the
+first row at the smallest depth. It carries ``calibrates`` and is not scored. Its deviation belongs in part to what the host's CPU, GPU and
+drive do otherwise than was predicted, in part to that row alone. All four are taken to deviate equally (``deviation``, a normal spread in
+logarithms), so with the shares w of the row's time on CPU, GPU and drive
 
     correction of device k = w_k / (1 + w.w) x log(measured time / predicted time of the row)
 
@@ -23,9 +24,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moesim.backtest.data import METRICS, FieldRuns, Row
-from moesim.backtest.run import FieldCase, FieldCases, Lacking
-from moesim.errors import InputError
+from moesim.backtest.data import METRICS, FieldRuns, Lacking, Row
+from moesim.backtest.run import FieldCase, FieldCases
 from moesim.ranks import rank_correlation
 from moesim.runtimes import Rates, load_rates, was_fitted
 
@@ -98,11 +98,6 @@ def backtest(data: FieldRuns, *, warm: bool = False, rates: Callable[[str], Rate
         Whether one measured row of each host and engine may be used.
     rates : callable
         Host to rates; by default those fitted without it.
-
-    Raises
-    ------
-    InputError
-        If no row at all can be predicted.
     """
     builder = FieldCases(data)
     base = rates("")
@@ -122,9 +117,6 @@ def backtest(data: FieldRuns, *, warm: bool = False, rates: Callable[[str], Rate
         predictions.append(
             Prediction(case, case.tokens_per_s(sum(parts.values())), parts, by_host[host].interval(case.placement, case.mode, False))
         )
-    if not predictions:
-        reasons = ", ".join(sorted({s.reason for s in skipped})[:5])
-        raise InputError("runs.csv", expected="at least one row that can be predicted", got=reasons or "no rows", where=str(data.folder))
     if warm:
         predictions = _calibrated(predictions, base)
     predictions = _with_closed_forms(predictions)

@@ -1,4 +1,7 @@
-"""Owns the reading of a folder of public measured runs: runs.csv, memory.csv, machines.yaml, models.yaml. It judges and predicts nothing.
+"""Owns the reading of a folder of public measured runs: runs.csv, memory.csv, machines.yaml, models.yaml. It predicts nothing.
+
+Only what makes the folder itself unreadable is an error here. What is wrong with a line or a record is said when somebody asks for it
+(``Row.check``, ``Row.number``, ``Facts.number``), so that it is the reason why one row is left out, and the others are not.
 
 An empty cell is a fact that nobody stated and is read as None, never as a default. Facts of machines are ``{v: value, prov: origin}``.
 """
@@ -7,7 +10,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +23,38 @@ RUN_COLUMNS = ("row_id", "run_id", "model", "engine_family", "machine", "offload
 MEMORY_COLUMNS = ("row_id", "model", "engine", "machine", "offload_kind", "metric", "value")
 METRICS = {"decode_tok_s": "decode", "batched_decode_tok_s": "batched decode", "prefill_tok_s": "prefill"}
 MAX_CSV_BYTES = 64 * 1024 * 1024
+BYTE_ORDER_MARK = "\ufeff"  # what some editors write before UTF-8 text
+SHOWN = 40  # characters of an odd value in a message
+
+
+class Lacking(Exception):
+    """A fact that a prediction rests on is not stated, or cannot be read: the reason why a row is skipped."""
+
+
+@contextmanager
+def as_reason() -> Iterator[None]:
+    """Make whatever is wrong with a row's cells, its machine or its model the reason why the row is skipped."""
+    try:
+        yield
+    except InputError as error:
+        found = ", ".join(part for part in (error.expected and f"expected {error.expected}", error.got and f"got {error.got}") if part)
+        raise Lacking(f"{error.what}: {found}" if found else error.what) from None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured value with the settings that somebody stated; cells by column name, as text."""
+    """One measured value with the settings that somebody stated; cells by column name, as text. ``fault``: why the line is not a row."""
 
     cells: Mapping[str, str]
     where: str
+    fault: str = ""
 
     def text(self, column: str) -> str:
         """Return a cell, empty where nothing was stated."""
         return self.cells.get(column) or ""
 
     def number(self, column: str) -> float | None:
-        """Return a finite number, or None where nothing was stated.
+        """Return a number of at least 0, or None where nothing was stated.
 
         Raises
         ------
@@ -47,8 +68,8 @@ class Row:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value):
-            raise InputError(column, expected="a number or nothing", got=f'"{text[:40]}"', where=self.where)
+        if not math.isfinite(value) or value < 0:
+            raise InputError(column, expected="a number of at least 0, or nothing", got=quoted(text), where=self.where)
         return value
 
     def whole(self, column: str) -> int | None:
@@ -71,9 +92,29 @@ class Row:
         """
         value = self.number("value")
         lowest_is_zero = not self.text("metric").endswith("tok_s")
-        if value is None or value < 0 or (value == 0 and not lowest_is_zero):
-            raise InputError("value", expected="a measured value above 0", got=f'"{self.text("value")}"', where=self.where)
+        if value is None or (value == 0 and not lowest_is_zero):
+            raise InputError("value", expected="a measured value above 0", got=quoted(self.text("value")), where=self.where)
         return value
+
+    def check(self) -> None:
+        """Raise InputError if the line is not whole or states no measured value."""
+        if self.fault:
+            raise InputError("line", expected="one cell for each column", got=self.fault, where=self.where)
+        _ = self.value
+
+    @property
+    def mode(self) -> str:
+        """What the row measures, one of ``METRICS``' values.
+
+        Raises
+        ------
+        InputError
+            If its metric is not known.
+        """
+        metric = self.text("metric")
+        if metric not in METRICS:
+            raise InputError("metric", expected=" or ".join(METRICS), got=quoted(metric), where=self.where)
+        return METRICS[metric]
 
     @property
     def flags(self) -> frozenset[str]:
@@ -87,11 +128,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Facts:
-    """The record of one machine or model."""
+    """The record of one machine or model; ``data`` is a mapping unless somebody wrote something else."""
 
     name: str
-    data: Mapping[str, Any]
+    data: Any
     where: str
+
+    def check(self) -> None:
+        """Raise InputError if the record is not a mapping."""
+        if not isinstance(self.data, Mapping):
+            raise InputError(f"record of {self.name}", expected="a mapping of facts", got=_shown(self.data), where=self.where)
 
     def get(self, *path: str | int) -> Any:
         """Return a fact by its path, None where it is not stated; ``{v, prov}`` pairs are opened."""
@@ -105,20 +151,23 @@ class Facts:
                 return None
         return here.get("v") if isinstance(here, Mapping) and "v" in here else here
 
-    def number(self, *path: str | int) -> float | None:
-        """Return a positive number, or None."""
-        value = self.get(*path)
-        if value is None:
+    def number(self, *path: str | int, least: float = 0.0) -> float | None:
+        """Return a number of at least ``least``, also one that is written as text, or None where nothing was stated."""
+        stated = self.get(*path)
+        if stated is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise InputError(
-                ".".join([self.name, *map(str, path)]), expected="a number of at least 0", got=repr(value)[:60], where=self.where
-            )
-        return float(value)
+        try:
+            value = math.nan if isinstance(stated, bool) else float(stated)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        if not math.isfinite(value) or value < least:
+            what = ".".join([self.name, *map(str, path)])
+            raise InputError(what, expected=f"a number of at least {least:g}", got=_shown(stated), where=self.where)
+        return value
 
-    def whole(self, *path: str | int, default: int = 0) -> int:
+    def whole(self, *path: str | int, default: int = 0, least: int = 0) -> int:
         """Return a count, or the default."""
-        value = self.number(*path)
+        value = self.number(*path, least=least)
         return default if value is None else int(value)
 
     def text(self, *path: str | int) -> str:
@@ -147,12 +196,12 @@ class FieldRuns:
 
 
 def read_field_runs(folder: str | Path) -> FieldRuns:
-    """Read a folder of measured runs; memory.csv may be absent.
+    """Read a folder of measured runs; memory.csv may be absent or empty, machines.yaml and models.yaml may be empty.
 
     Raises
     ------
     InputError
-        For a missing file, column or value, with the file and line.
+        For a missing file or column, or a file that is no CSV or YAML, with the file and line.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -161,36 +210,54 @@ def read_field_runs(folder: str | Path) -> FieldRuns:
     return FieldRuns(
         folder,
         _read_csv(folder / "runs.csv", RUN_COLUMNS),
-        _read_csv(memory, MEMORY_COLUMNS) if memory.exists() else (),
+        _read_csv(memory, MEMORY_COLUMNS, may_be_empty=True) if memory.exists() else (),
         _read_facts(folder / "machines.yaml"),
         _read_facts(folder / "models.yaml"),
     )
 
 
-def _read_csv(path: Path, wanted: tuple[str, ...]) -> tuple[Row, ...]:
-    text = config.read_text(path, MAX_CSV_BYTES)
-    reader = csv.DictReader(text.splitlines(keepends=True))
-    lacking = [name for name in wanted if name not in (reader.fieldnames or ())]
+def _read_csv(path: Path, wanted: tuple[str, ...], may_be_empty: bool = False) -> tuple[Row, ...]:
+    text = config.read_text(path, MAX_CSV_BYTES).removeprefix(BYTE_ORDER_MARK)
+    if may_be_empty and not text.strip():
+        return ()
+    reader = csv.reader(text.splitlines(keepends=True))
+    try:
+        names = next(reader, [])
+    except csv.Error as error:
+        raise InputError("columns", expected=", ".join(wanted), got=str(error), where=f"{path}:1") from None
+    lacking = [name for name in wanted if name not in names]
     if lacking:
         raise InputError("columns", expected=", ".join(wanted), got=f"no {', '.join(lacking)}", where=f"{path}:1")
-    rows = []
-    try:
-        for cells in reader:
-            row = Row({k: v for k, v in cells.items() if isinstance(k, str) and isinstance(v, str)}, f"{path}:{reader.line_num}")
-            _ = row.value  # refused here rather than in the middle of a run
-            if wanted is RUN_COLUMNS and row.text("metric") not in METRICS:
-                raise InputError("metric", expected=" or ".join(METRICS), got=f'"{row.text("metric")}"', where=row.where)
-            rows.append(row)
-    except csv.Error as error:
-        raise InputError("CSV", expected="well-formed rows", got=str(error), where=f"{path}:{reader.line_num}") from None
-    return tuple(rows)
+    return tuple(_rows(reader, names, path))
+
+
+def _rows(reader: Any, names: list[str], path: Path) -> Iterator[Row]:
+    """Yield the lines of a CSV reader that are not blank, each with its fault, if it has one."""
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            yield Row({}, f"{path}:{reader.line_num}", str(error))
+            continue
+        if cells is None:
+            return
+        if cells:
+            whole = len(cells) >= len(names) and not any(cells[len(names) :])
+            fault = "" if whole else f"{len(cells)} cells for {len(names)} columns"
+            yield Row(dict(zip(names, cells, strict=False)), f"{path}:{reader.line_num}", fault)
 
 
 def _read_facts(path: Path) -> dict[str, Facts]:
     data = config.read_plain_yaml(path)
-    if not isinstance(data, dict):
+    if not isinstance(data, (dict, type(None))):
         raise InputError("document", expected="a mapping of names to records", got=type(data).__name__, where=str(path))
-    for name, record in data.items():
-        if not isinstance(record, dict):
-            raise InputError(str(name), expected="a record", got=repr(record)[:60], where=str(path))
-    return {str(name): Facts(str(name), record, str(path)) for name, record in data.items()}
+    return {str(name): Facts(str(name), record, str(path)) for name, record in (data or {}).items()}
+
+
+def quoted(text: str) -> str:
+    """Return the beginning of a cell for a message, on one line."""
+    return f'"{" ".join(text[: 2 * SHOWN].split())[:SHOWN]}"'
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:SHOWN]

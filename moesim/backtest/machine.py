@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moesim.backtest.data import Facts
+from moesim.backtest.data import Facts, Lacking
 from moesim.backtest.kernels import CpuKernels, kernels_of
 from moesim.config import Document, build
-from moesim.errors import InputError
 from moesim.hardware import HardwareProfile
 
 GB = 1e9
@@ -23,23 +22,36 @@ READ_AROUND_KIB = 128.0  # Linux: read_ahead_kb of most block devices
 UNKNOWN_BYTES_PER_S = 1e9  # stands where nothing is stated; rows that depend on it are refused before
 Platform = Literal["desktop", "server", "dual-server", "soc"]
 
-# Processor name -> channels and MT/s of its usual memory, where a record leaves them out.
+# Processor name -> channels and MT/s of its usual memory, where a record leaves them out; the first that matches.
+_XEON = r"Xeon (Gold|Platinum|Silver|Bronze) \d"  # the second digit is the generation
 _PLATFORMS = (
-    (r"Ryzen (Threadripper )?PRO 3|Threadripper PRO (3|5)|EPYC 7", 8, 3200),
-    (r"Threadripper PRO (7|9)", 8, 5200),
+    (r"Ryzen (Threadripper )?PRO 3|Threadripper (PRO [35]|[35]\d\d5WX)|EPYC 7", 8, 3200),
+    (r"Threadripper (PRO [79]|[79]\d\d5WX)", 8, 5200),
     (r"Threadripper (7|9)", 4, 5200),
+    (r"Threadripper 1\d\d\d", 4, 2666),
+    (r"Threadripper 2\d\d\d", 4, 2933),
+    (r"Threadripper 3\d\d\d", 4, 3200),
     (r"EPYC 9", 12, 4800),
-    (r"Xeon (Gold|Platinum|Silver) [\w+]*[45]\d\d", 8, 4800),
-    (r"Ryzen.* [79]\d\d\d|Core Ultra|Core i\d-1[2345]\d\d\d", 2, 5600),
+    (r"Xeon Silver 4[12]\d\d", 6, 2400),
+    (_XEON + r"1\d\d", 6, 2666),  # Skylake
+    (_XEON + r"2\d\d", 6, 2933),  # Cascade Lake
+    (_XEON + r"3\d\d", 8, 3200),  # Ice Lake
+    (_XEON + r"4\d\d", 8, 4800),  # Sapphire Rapids
+    (_XEON + r"5\d\d", 8, 5600),  # Emerald Rapids
+    (r"Core i[79]-(7[89]|9[89]|109)\d\dXE?\b", 4, 3200),  # the X series; rated 2666 to 2933, overclocked as a rule
+    (r"Ryzen.* [789]\d\d\d|Ryzen AI( \d| HX| PRO)* 3\d\d\b|Core Ultra|Core i\d-1[2345]\d\d\d", 2, 5600),
     (r"Ryzen.* \d\d\d\d|Core i\d-1[01]\d\d\d", 2, 3200),
     (r"Core i\d-[6-9]\d\d\d", 2, 2666),
 )
 _BY_TYPE = {"DDR4": 3200, "DDR5": 5600}
+_DDR5_FROM = 4000  # MT/s
+_MARKS = r"\((R|TM)\)|[®™]"  # in names as processors give them
 _SERVER = r"EPYC|Xeon"
 _VNNI_WITH_AVX2 = r"Core (i\d-1[2-5]\d\d\d|Ultra)"
 _LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}  # per lane and direction, 128b/130b
-_TENSOR = r"RTX|GB10|A\d{3,4}\b|\bL\d{1,2}\b|[HB]\d{3}\b|V100|T4"  # cards whose half-precision peak is that of tensor cores, four times their vectors'
-_OLD = r"GTX|Tesla [KMP]|\bP\d{2,3}\b"
+# Cards whose half-precision peak is that of tensor cores, four times their vectors'; cards before there were any.
+_TENSOR = r"RTX|GB10|A\d{3,4}\b|(?<!Apple )\bA(2|10G?|16|30|40)\b|\bL\d{1,2}S?\b|[HB]\d{3}\b|\bH20\b|V100|Titan V\b|\bT4\b"
+_OLD = r"GTX|(Tesla|Quadro) [KMP]|\b[KMP]\d{2,3}\b|GeForce (9|10)\d0\b|Titan (X|Z|Black)"
 # Half-precision throughput per memory bandwidth, FLOP per byte, where a record has no rate: tensor cards, older cards, Apple GPUs.
 _FLOP_PER_BYTE = {"tensor": 200.0, "card": 30.0, "soc": 70.0}
 
@@ -78,23 +90,40 @@ class Machine:
     assumed: tuple[str, ...]
 
 
+def has_tensor_cores(gpu: str) -> bool:
+    """Return whether a card, by its name, has tensor cores."""
+    return bool(re.search(_TENSOR, gpu, re.IGNORECASE))
+
+
+def precedes_tensor_cores(gpu: str) -> bool:
+    """Return whether a card, by its name, is of a generation before tensor cores."""
+    return bool(re.search(_OLD, gpu, re.IGNORECASE))
+
+
 def machine_of(facts: Facts) -> Machine:
-    """Return the figures of a record."""
+    """Return the figures of a record.
+
+    Raises
+    ------
+    InputError
+        If it is no record, or a fact in it cannot be read.
+    """
+    facts.check()
     assumed: list[str] = []
     unified = facts.get("unified") is True
     sockets = facts.whole("cpu", "sockets", default=1)
-    cpu = facts.text("cpu", "name")
+    cpu = re.sub(_MARKS, "", facts.text("cpu", "name"))
     peak, channels = _ram(facts, cpu, sockets, assumed)
     gpus = [i for i in range(len(facts.items("gpus"))) if facts.number("gpus", i, "mem_bw_gb_s")]
-    count = sum(facts.whole("gpus", i, "count", default=1) for i in gpus)
-    weights = [facts.whole("gpus", i, "count", default=1) * (facts.number("gpus", i, "vram_gib") or 1.0) for i in gpus]
+    counts = [facts.whole("gpus", i, "count", default=1, least=1) for i in gpus]
+    weights = [n * (facts.number("gpus", i, "vram_gib") or 1.0) for n, i in zip(counts, gpus, strict=True)]
     bandwidth = _harmonic([facts.number("gpus", i, "mem_bw_gb_s") or 0.0 for i in gpus], weights)
     flops = [facts.number("gpus", i, "fp16_tflops") for i in gpus]
     tensor = _harmonic([f or 0.0 for f in flops], weights) if all(flops) else None
     ram = {key: facts.number("ram", key) for key in ("peak_bw_gb_s", "mt_s", "channels")}
     soc = unified or (not gpus and ram["peak_bw_gb_s"] is not None and ram["mt_s"] is None and ram["channels"] is None)
     name = " + ".join(facts.text("gpus", i, "name") for i in gpus)
-    with_tensor = bool(re.search(_TENSOR, name))
+    with_tensor = has_tensor_cores(name)
     if bandwidth and tensor is None:
         tensor = bandwidth * _FLOP_PER_BYTE["tensor" if with_tensor else "soc" if unified else "card"] / 1e3
         assumed.append("GPU arithmetic from its bandwidth")
@@ -112,12 +141,12 @@ def machine_of(facts: Facts) -> Machine:
         name=facts.name,
         host=facts.text("host_group") or facts.name,
         platform=platform,
-        gpus=count,
+        gpus=sum(counts),
         gpu_name=name,
         gpu_bytes_per_s=bandwidth * GB if bandwidth else None,
         gpu_flops_per_s=tensor * TFLOP if tensor else None,
         gpu_vector_flops_per_s=tensor * TFLOP / (4 if with_tensor else 1) if tensor else None,
-        old_card=bool(re.search(_OLD, name)),
+        old_card=precedes_tensor_cores(name),
         gpu_bytes=int(sum(weights) * GIB) if gpus else 0,
         pcie_bytes_per_s=pcie,
         ram_bytes_per_s=peak * GB if peak else None,
@@ -150,7 +179,9 @@ def _ram(facts: Facts, cpu: str, sockets: int, assumed: list[str]) -> tuple[floa
         channels = usual[0]
         assumed.append(f"{channels} memory channels")
     if not rate:
-        rate = _BY_TYPE.get(facts.text("ram", "type")) or usual[1]
+        rate = usual[1]
+        if kind in _BY_TYPE and (not rate or (rate >= _DDR5_FROM) != (kind == "DDR5")):
+            rate = _BY_TYPE[kind]
         if channels and rate:
             assumed.append(f"memory at {rate:g} MT/s")
     return (channels * 8 * rate / 1e3 if channels and rate else None), channels
@@ -171,7 +202,7 @@ def profile_of(machine: Machine) -> HardwareProfile:
 
     Raises
     ------
-    InputError
+    Lacking
         If neither the memory of a GPU nor main memory has a stated bandwidth.
     """
     tiers: dict[str, Any] = {}
@@ -195,7 +226,7 @@ def profile_of(machine: Machine) -> HardwareProfile:
             links = {"h2d": {"source": "ram", "target": "vram", **way}, "d2h": {"source": "vram", "target": "ram", **way}}
         devices["gpu"] = {"tier": tier, "peak": {"fp16": f"{machine.gpu_flops_per_s} FLOP/s"}, **ideal}
     if ram is None and "vram" not in tiers:
-        raise InputError(machine.name, expected="a memory bandwidth", got="none stated")
+        raise Lacking("no memory bandwidth stated")
     storage: dict[str, Any] = {}
     if machine.ssd_bytes_per_s:
         rate = f"{machine.ssd_bytes_per_s} B/s"

@@ -8,9 +8,9 @@ from typing import Any
 
 from moesim.architecture import MlaAttention
 from moesim.backtest.buffers import compute_buffers, host_compute_buffer, repacked_bytes
-from moesim.backtest.data import FieldRuns, Row
-from moesim.backtest.run import FieldCases, Lacking, Split, micro_batch, run_facts, split_of
-from moesim.errors import InputError
+from moesim.backtest.data import FieldRuns, Lacking, Row, as_reason
+from moesim.backtest.run import FieldCases, Split, micro_batch, run_facts, split_of
+from moesim.config import Document, build
 from moesim.layout import Layout
 from moesim.runtimes import RunFacts, Runtime, runtime_of
 from moesim.scenario import Scenario
@@ -37,17 +37,16 @@ class MemoryPrediction:
     @property
     def error(self) -> float | None:
         """Relative error; None where nothing was predicted, or where nothing was measured and nothing predicted."""
-        measured = self.row.value
-        if self.predicted is None or measured == 0:
+        if self.predicted is None or self.row.value == 0:
             return None
-        return self.predicted / measured - 1
+        return self.predicted / self.row.value - 1
 
 
 def predict_memory(data: FieldRuns) -> list[MemoryPrediction]:
     """Predict every row of memory.csv."""
     builder = FieldCases(data)
     out = []
-    speeds = {row.text("run_id"): row for row in data.runs}
+    speeds = {row.text("run_id"): row for row in data.runs if not row.fault}
     for row in (_with_settings(row, speeds.get(row.text("run_id"))) for row in data.memory):
         try:
             out.append(MemoryPrediction(row, _predict(builder, row)))
@@ -63,7 +62,9 @@ def _with_settings(row: Row, speed: Row | None) -> Row:
     return replace(row, cells={**row.cells, **{name: speed.text(name) for name in SETTINGS if not row.text(name)}})
 
 
+@as_reason()
 def _predict(builder: FieldCases, row: Row) -> float:
+    row.check()
     metric = row.text("metric")
     if metric not in METRICS:
         raise Lacking("a figure of a whole process or device, which holds more than this run")
@@ -82,10 +83,7 @@ def _predict(builder: FieldCases, row: Row) -> float:
     if MAIN not in profile.tiers:
         raise Lacking("unified memory holds everything in one place")
     plan = builder.plan(model, row, runtime)
-    try:
-        layout = Layout(_scenario(row, split, model.moe_layers, context or 512, runtime, run), model, plan, profile)
-    except InputError as error:
-        raise Lacking(f"{error.what}: {error.got}") from None
+    layout = Layout(_scenario(row, split, model.moe_layers, context or 512, runtime, run), model, plan, profile)
     lines: dict[tuple[str, str], int] = {}
     for line in layout.ledger.lines:
         lines[line.tier, line.pool] = lines.get((line.tier, line.pool), 0) + line.bytes
@@ -159,9 +157,10 @@ def _scenario(row: Row, split: Split, moe: tuple[int, ...], context: int, runtim
         if shared:
             layers += [{"layers": list(moe[:shared]), "part": "shared_expert", "device": "cpu"}]
     tokens = micro_batch(row, runtime)
-    return Scenario.model_validate({
+    data = {
         "name": row.row_id, "model": row.text("model"), "hardware": row.text("machine"), "trace": {"generate": "uniform"}, "granularity": "layer",
         "workload": {"prompt_tokens": tokens, "output_tokens": 1, "prefill_chunk": tokens},
         "memory": {"context_tokens": context, "mla_compressed": runtime.choose("latent_cache", run) == "compressed"},
         "placement": {"attention": device, "experts": device, "layers": layers, "embeddings": MAIN},
-    })  # fmt: skip
+    }  # fmt: skip
+    return build(Scenario, Document(data, row.where))

@@ -29,8 +29,9 @@ def model_of(facts: Facts) -> ModelSpec:
     Raises
     ------
     InputError
-        If a dimension is missing, or the model would be off from the record's own parameter total by more than 5 %.
+        If it is no record, a dimension is missing or cannot be read, or the model would be off from the record's own parameter total by more than 5 %.
     """
+    facts.check()
     n_layers, hidden = _need(facts, "n_layers"), _need(facts, "hidden_size")
     moe = _moe_layers(facts, n_layers)
     gated = facts.get("expert_gated") is not False
@@ -49,7 +50,7 @@ def model_of(facts: Facts) -> ModelSpec:
     try:
         fields |= group_attention([_attention(facts, layer, n_layers, hidden) for layer in range(n_layers)])
         model = build(ModelSpec, Document(fields, facts.where))
-    except ValueError as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise InputError(facts.name, expected="dimensions of a model", got=str(error).splitlines()[0][:100], where=facts.where) from None
     stated = facts.number("params", "params_total_b")
     if stated and abs(model.params_total / 1e9 / stated - 1) > TOLERANCE:

@@ -16,11 +16,12 @@ from moesim import resources
 from moesim.architecture import FullAttention, LinearAttention, MlaAttention
 from moesim.backtest.attained import as_executed, as_found, attain
 from moesim.backtest.buffers import host_compute_buffer
-from moesim.backtest.data import METRICS, FieldRuns, Row
+from moesim.backtest.data import FieldRuns, Lacking, Row, as_reason, quoted
 from moesim.backtest.machine import Machine, machine_of, profile_of
 from moesim.backtest.model import model_of
 from moesim.backtest.paging import reread_share
 from moesim.backtest.precision import plan_of
+from moesim.config import Document, build
 from moesim.cost import CostModel
 from moesim.errors import InputError
 from moesim.hardware import HardwareProfile
@@ -41,10 +42,6 @@ IN_FLIGHT = 2  # windows of read-around whose pages take room before anything us
 SHORT_ANSWER = 128  # tokens of an answer whose length nobody stated
 PLACEMENTS = ("cpu_only", "full_gpu", "gpu_cpu_experts", "gpu_cpu_layers", "ssd")
 NORM_KERNELS = 6  # of models with normed queries and keys: two norms and their scales, the sum and the division of router weights
-
-
-class Lacking(Exception):
-    """A fact that a prediction rests on is not stated."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,7 @@ class FieldCases:
             if facts is None:
                 raise Lacking("machine has no record")
             machine = machine_of(facts)
-            try:
-                self._machines[name] = machine, profile_of(machine)
-            except InputError:
-                raise Lacking("no memory bandwidth stated") from None
+            self._machines[name] = machine, profile_of(machine)
         return self._machines[name]
 
     def model(self, name: str, top_k: int | None) -> ModelSpec:
@@ -122,12 +116,11 @@ class FieldCases:
             facts = self.data.models.get(name)
             if facts is None and name.lower() not in resources.names("models"):
                 raise Lacking("model has no record")
-            try:
-                self._models[name] = model_of(facts) if facts else load_model_with_plan(name.lower(), Path(), "")[0]
-            except InputError as error:
-                raise Lacking(f"record of {error.what}: {error.got}") from None
+            self._models[name] = model_of(facts) if facts else load_model_with_plan(name.lower(), Path(), "")[0]
         model = self._models[name]
-        if top_k and top_k != model.top_k and top_k <= model.n_experts:
+        if top_k and top_k > model.n_experts:
+            raise InputError("top_k_override", expected=f"at most the model's {model.n_experts} experts", got=str(top_k))
+        if top_k and top_k != model.top_k:
             return model.model_copy(update={"experts": model.experts.model_copy(update={"top_k": top_k})})
         return model
 
@@ -143,14 +136,12 @@ class FieldCases:
         bits = row.number("bits_per_weight")
         if bits is None:
             raise Lacking("bits per weight not stated")
-        key = model.name, model.top_k, row.text("quant"), bits, KV_FORMATS.get(row.text("kv_type"), runtime.kv)
+        key = model.name, model.top_k, row.text("quant"), bits, _kv_format(row, runtime)
         if key not in self._plans:
-            try:
-                self._plans[key] = plan_of(model, *key[2:])
-            except InputError as error:
-                raise Lacking(f"{error.what}: {error.got}") from None
+            self._plans[key] = plan_of(model, *key[2:])
         return self._plans[key]
 
+    @as_reason()
     def case(self, row: Row, rates: Rates) -> FieldCase:
         """Return the case of a row.
 
@@ -165,9 +156,10 @@ class FieldCases:
         Lacking
             With the reason why the row cannot be predicted.
         """
-        placement, assumed = row.text("offload_kind"), []
+        row.check()
+        mode, placement, assumed = row.mode, row.text("offload_kind"), []
         if placement not in PLACEMENTS:
-            raise Lacking(f"placement {placement} is not modelled")
+            raise Lacking(f"placement {quoted(placement)[1:-1]} is not modelled" if placement else "placement not stated")
         machine, profile = self.machine(row.text("machine"))
         model = self.model(row.text("model"), row.whole("top_k_override"))
         try:
@@ -179,13 +171,9 @@ class FieldCases:
         cores = _needed(row, machine, placement, split)
         plan = self.plan(model, row, runtime)
         run = run_facts(row, machine, model, runtime)
-        mode = METRICS[row.text("metric")]
         walks = split.on_cpu and runtime.choose("cpu_attention", run) == "serial"  # token by token, and no further than there are any
         step = _step(row, runtime, mode, 1 if walks else runtime.kv_round_tokens)
-        try:
-            layout = Layout(_scenario(row, step, split, runtime, run), model, plan, profile)
-        except InputError as error:
-            raise Lacking(f"{error.what}: {error.got}") from None
+        layout = Layout(_scenario(row, step, split, runtime, run), model, plan, profile)
         skew = 1.0  # a prompt's batch is large enough to meet every expert
         if step.new_tokens == 1:
             skew = rates["routing_concentration" if model.n_experts >= MANY_EXPERTS else "routing_concentration_few"]
@@ -294,7 +282,7 @@ def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) ->
         version=row.text("engine_version"),
         flags=row.flags,
         latent=isinstance(model.attention, MlaAttention),
-        kv=row.text("kv_type") or "f16",
+        kv=_kv_type(row) or "f16",
         head=full[0].head_dim if full else 128,
         room_twice=(machine.ram_bytes or math.inf) > 2 * weights,
         mixed=row.text("offload_kind") in ("gpu_cpu_experts", "gpu_cpu_layers"),
@@ -303,6 +291,18 @@ def run_facts(row: Row, machine: Machine, model: ModelSpec, runtime: Runtime) ->
     )
     stated = row.number("flash_attn")
     return replace(run, flash=runtime.choose("flash", run) == "yes" if stated is None else bool(stated))
+
+
+def _kv_type(row: Row) -> str:
+    return row.text("kv_type").strip().lower()
+
+
+def _kv_format(row: Row, runtime: Runtime) -> str:
+    """The format of a row's K/V cache, the runtime's own where none is stated."""
+    name = _kv_type(row)
+    if name and name not in KV_FORMATS:
+        raise InputError("kv_type", expected=f"{', '.join(KV_FORMATS)}, or nothing", got=quoted(name), where=row.where)
+    return KV_FORMATS[name] if name else runtime.kv
 
 
 def micro_batch(row: Row, runtime: Runtime) -> int:
@@ -330,13 +330,14 @@ def _scenario(row: Row, step: StepShape, split: Split, runtime: Runtime, run: Ru
     layers = []
     if split.whole_layers and not split.on_cpu:
         layers = [{"layers": f"0-{split.whole_layers - 1}", "part": part, "device": "cpu"} for part in ("attention", "routed_experts")]
-    return Scenario.model_validate({
+    data = {
         "name": row.row_id, "model": row.text("model"), "hardware": row.text("machine"), "granularity": "layer", "trace": {"generate": "uniform"},
         "workload": {"prompt_tokens": step.new_tokens if step.new_tokens > 1 else 0, "output_tokens": 1, "batch": step.sequences,
                      "prefill_chunk": step.new_tokens, "cached_tokens": max(step.context - step.new_tokens, 0)},
         "memory": {"mla_compressed": runtime.choose("latent_cache", run) == "compressed"},
         "placement": {"attention": device, "experts": device, "layers": layers},
-    })  # fmt: skip
+    }  # fmt: skip
+    return build(Scenario, Document(data, row.where))
 
 
 def _parts(

@@ -34,16 +34,16 @@ def plot_backtest(run: Backtest, mode: str, ax: Axes | None = None) -> Axes:
         ends = np.array([min(p.measured for p in rows) / 1.5, max(p.measured for p in rows) * 1.5])
         ax.plot(ends, ends, color="black", linewidth=1)
         ax.fill_between(ends, ends / 1.2, ends * 1.2, color="black", alpha=0.08, linewidth=0)
+        ax.legend(loc="upper left", fontsize=8)
     ax.set(xscale="log", yscale="log", xlabel="measured, tokens/s", ylabel="predicted, tokens/s")
     error = f": off by {np.median([abs(p.predicted / p.measured - 1) for p in rows]):.1%} in the median of {len(rows)} runs" if rows else ""
     ax.set_title(f"{mode}, {'warm' if run.warm else 'cold'}{error}", fontsize=9.5, loc="left")
-    ax.legend(loc="upper left", fontsize=8)
     return ax
 
 
 def save_backtest(run: Backtest, path: Path) -> None:
     """Write a picture of decode and, beside it, prefill."""
-    shown = [mode for mode in ("decode", "batched decode", "prefill") if any(p.case.mode == mode for p in run.scored)]
+    shown = [mode for mode in ("decode", "batched decode", "prefill") if any(p.case.mode == mode for p in run.scored)] or ["decode"]
     figure, axes = plt.subplots(1, len(shown), figsize=(6 * len(shown), 6), squeeze=False)
     for mode, ax in zip(shown, axes[0], strict=True):
         plot_backtest(run, mode, ax)

@@ -14,12 +14,15 @@ import numpy as np
 
 from moesim import __version__, text_table
 from moesim.backtest import DECODE, Backtest, Prediction, Score, Slope, cpu_layers_of, depth_of, modes, score, slopes
+from moesim.backtest.data import METRICS, Row
 from moesim.backtest.memory import MemoryPrediction
 from moesim.backtest.run import as_plain, describe
+from moesim.errors import InputError
 from moesim.runtimes import attained_file
 from moesim.text_table import percent
 
-DEPTHS = (("all", 0.0, float("inf")), ("below 1k", 0.0, 1000.0), ("1k to 8k", 1000.0, 8000.0), ("from 8k", 8000.0, float("inf")))
+ALL = "all"
+DEPTHS = ((ALL, 0.0, float("inf")), ("below 1k", 0.0, 1000.0), ("1k to 8k", 1000.0, 8000.0), ("from 8k", 8000.0, float("inf")))
 WORST = 25
 PLAIN = "-"
 
@@ -54,10 +57,11 @@ def as_data(run: Backtest, memory: Sequence[MemoryPrediction], ablation: Sequenc
         "ablation": list(ablation),
         "rows": [_row(p) for p in run.predictions]
         + [
-            {"row_id": s.row.row_id, "placement": s.row.text("offload_kind"), "machine": s.row.text("machine"), "skipped": s.reason}
+            {"row_id": s.row.row_id, "placement": s.row.text("offload_kind"), "machine": s.row.text("machine"), "skipped": s.reason,
+             "where": s.row.where.rpartition("/")[2]}
             for s in run.skipped
         ],
-    }
+    }  # fmt: skip
 
 
 def _score(rows: Sequence[Prediction]) -> dict[str, Any]:
@@ -81,18 +85,22 @@ def _named(found: Score) -> dict[str, Any]:
 
 
 def _groups(run: Backtest, scored: Callable[[Sequence[Prediction]], dict[str, Any]], depths: bool) -> list[dict[str, Any]]:
-    """Scores of every placement and mode that occurs, over all depths and by depth, with what was skipped."""
+    """Scores of every placement and mode that occurs, over all depths and by depth, with what was skipped.
+
+    A skipped row whose metric is not known is counted under its metric, one whose depth cannot be read over all depths only.
+    """
     out = []
+    unknown = sorted({_mode(s.row.text("metric")) for s in run.skipped} - set(modes()))
     placements = sorted({r.text("offload_kind") for r in run.data.runs})
     for placement in placements:
-        for mode in modes():
+        for mode in (*modes(), *unknown):
             rows = [p for p in run.scored if (p.case.placement, p.case.mode) == (placement, mode)]
             skipped = [s for s in run.skipped if s.row.text("offload_kind") == placement and _mode(s.row.text("metric")) == mode]
             if not rows and not skipped:
                 continue
             for name, low, high in DEPTHS if depths else DEPTHS[:1]:
                 here = [p for p in rows if low <= (depth_of(p) or 0.0) < high]
-                lacking = [s for s in skipped if low <= (s.row.number("depth_n_kv") or 0.0) < high]
+                lacking = [s for s in skipped if name == ALL or low <= _depth(s.row) < high]
                 if here or lacking:
                     reasons = dict(Counter(s.reason for s in lacking).most_common())
                     group = {"placement": placement, "mode": mode, "depth_range": name}
@@ -101,7 +109,15 @@ def _groups(run: Backtest, scored: Callable[[Sequence[Prediction]], dict[str, An
 
 
 def _mode(metric: str) -> str:
-    return metric.removesuffix("_tok_s").replace("_", " ")
+    return METRICS.get(metric, metric)
+
+
+def _depth(row: Row) -> float:
+    """A row's depth, not a number where the cell is none."""
+    try:
+        return row.number("depth_n_kv") or 0.0
+    except InputError:
+        return float("nan")
 
 
 def _by(rows: Sequence[Prediction], key: Callable[[Prediction], str]) -> list[dict[str, Any]]:
@@ -214,7 +230,7 @@ def _depth_rows(run: Backtest) -> list[list[str]]:
     return [
         [g["placement"], g["mode"], g["depth_range"], str(g["n"]), *_cells(g)]
         for g in _groups(run, _score, depths=True)
-        if g["depth_range"] != "all"
+        if g["depth_range"] != ALL
     ]
 
 
