@@ -326,3 +326,23 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(["size", name, "--date", "yesterday"]) == 2
     assert run(["size", "no-such-needs"]) == 2
     assert math.isfinite(data["ranked"][0]["cost"])
+
+
+def test_faults_of_needs_and_prices_are_told_at_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for changes, words in (({"models": ["tinymo"]}, "needs.yaml:2"), ({"budget": {"amount": 9, "currency": "JPY"}}, "budget.currency")):
+        assert run(["size", needs(tmp_path, **changes)]) == 2
+        err = capsys.readouterr().err
+        assert words in err and "needs.yaml:" in err
+    path = tmp_path / "prices.yaml"
+    for name, currency, date in (("rtx-5090", "USD", "2030-01-01"), ("rtx-5090", "JPY", "2025-01-01"), ("rtx-9999", "USD", "2025-01-01")):
+        path.write_text(
+            f"currency: USD\nparts:\n  {name}: {{amount: 1, currency: {currency}, date: '{date}', basis: reported, source: me}}\n"
+        )
+        with pytest.raises(InputError, match=r"prices\.yaml:3"):
+            load_prices(path, TODAY)
+
+
+def test_a_profile_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "quickstart", "--profile", "nosuch.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "--profile" in err and "--set" not in err

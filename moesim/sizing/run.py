@@ -152,7 +152,7 @@ class Judge:
         rates |= {
             tier: max(hw.stream_cap(n) for n, d in hw.devices.items() if d.tier == tier) for tier in {d.tier for d in hw.devices.values()}
         }
-        routed = spec.part_bytes(plan, "routed_experts")
+        routed = float(spec.part_bytes(plan, "routed_experts"))
         always = active_bytes(spec, plan) - routed * (share := spec.top_k / max(spec.n_experts, 1))
         read = 1 - (1 - share) ** self.needs.users
         time_s = 0.0
