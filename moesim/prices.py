@@ -15,11 +15,11 @@ from pydantic import Field, model_validator
 
 from moesim import config
 from moesim.config import Spec
-from moesim.config import problem as refuse
 from moesim.errors import InputError, did_you_mean
 from moesim.hardware.catalogue import GIB, Drive, folder, part_names, size_text
 from moesim.hardware.grammar import Parts, read_parts
 from moesim.hardware.parts import Price
+from moesim.hardware.parts import problem as refuse
 
 OLD_DAYS = 180
 _REGISTERED = ("workstation", "server-single", "server-dual")
@@ -40,17 +40,24 @@ class PriceTable(Spec):
         known = part_names()
         for name in self.parts:
             if name.partition(":")[0] not in known:
-                raise refuse("parts of the catalogue", f'"{name}"', did_you_mean(name.partition(":")[0], known))
-        for table, names in ((self.memory, ("ddr3", "ddr4", "ddr5")), (self.hosts, ("desktop", "laptop", *_REGISTERED))):
-            for name in table:
-                if name.removesuffix("-server" if table is self.memory else "") not in names:
-                    raise refuse(f"one of {', '.join(names)}", f'"{name}"')
-        for name, price in (*self.parts.items(), *self.memory.items(), *self.hosts.items()):
+                raise refuse(("parts", name), "parts of the catalogue", f'"{name}"', did_you_mean(name.partition(":")[0], known))
+        for at, names in (("memory", ("ddr3", "ddr4", "ddr5")), ("hosts", ("desktop", "laptop", *_REGISTERED))):
+            for name in getattr(self, at):
+                if name.removesuffix("-server" if at == "memory" else "") not in names:
+                    raise refuse((at, name), f"one of {', '.join(names)}", f'"{name}"')
+        for at, name, price in self.every():
             if price.currency != self.currency and price.currency not in self.rates:
                 raise refuse(
-                    f"prices in {self.currency}, or a rate", f"{name} in {price.currency}", f"add rates: {{{price.currency}: ...}}"
+                    (at, name),
+                    f"prices in {self.currency}, or a rate",
+                    f"{name} in {price.currency}",
+                    f"add rates: {{{price.currency}: ...}}",
                 )
         return self
+
+    def every(self) -> list[tuple[str, str, Price]]:
+        """Every price with its place: parts, memory or hosts, and its name there."""
+        return [(at, name, price) for at in ("parts", "memory", "hosts") for name, price in getattr(self, at).items()]
 
     def worth(self, price: Price) -> float:
         """Return a price in the table's currency.
@@ -88,8 +95,8 @@ class PriceLine:
         return self.age_days(today) > OLD_DAYS
 
 
-def load_prices(path: Path | None = None) -> PriceTable:
-    """Return the bundled table, with what a user's file states laid over it.
+def load_prices(path: Path | None = None, today: datetime.date | None = None) -> PriceTable:
+    """Return the bundled table, with what a user's file states laid over it; a price of the file that is dated after ``today`` is refused.
 
     Raises
     ------
@@ -99,9 +106,16 @@ def load_prices(path: Path | None = None) -> PriceTable:
     bundled = config.build(PriceTable, config.read_yaml(folder() / "prices.yaml"))
     if path is None:
         return bundled
-    own = config.build(PriceTable, config.read_yaml(path))
+    document = config.read_yaml(path)
+    own = config.build(PriceTable, document)
+    for at, name, price in own.every():
+        if today is not None and price.date > str(today):
+            where = document.where((at, name, "date"))
+            raise InputError(
+                f"{at}.{name}.date", expected=f"a day up to {today}", got=price.date, fix="state the day of the price", where=where
+            )
     if own.currency != bundled.currency and bundled.currency not in own.rates:
-        raise InputError("rates", expected=f"a rate of {bundled.currency} in {own.currency}", got="none", where=str(path),
+        raise InputError("rates", expected=f"a rate of {bundled.currency} in {own.currency}", got="none", where=document.where(("currency",)),
                          fix=f"add rates: {{{bundled.currency}: ...}}, as other prices are in {bundled.currency}")  # fmt: skip
     merged = {name: {**getattr(bundled, name), **getattr(own, name)} for name in ("parts", "memory", "hosts")}
     return PriceTable(currency=own.currency, rates=own.rates, included=own.included or bundled.included, **merged)

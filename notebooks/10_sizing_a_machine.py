@@ -91,8 +91,8 @@ legend = ax.legend(fontsize=8, frameon=False)
 verdict, (low, high) = best.worst, best.intervals[0]
 growth = best.growth
 spare = (
-    f"{growth.users_times} times the users are too many ({growth.users_why})"
-    if growth.users_times
+    f"{growth.users.times} times the users are too many ({growth.users.why})"
+    if growth.users.why
     else "even the largest number of users tried is borne"
 )
 Markdown(

@@ -19,7 +19,7 @@ from moesim.prices import load_prices, price_lines, total, upgrade_lines
 from moesim.report import sizing as report_sizing
 from moesim.resources import names
 from moesim.simulate import load_case, simulate
-from moesim.sizing import Sizing, size
+from moesim.sizing import Sizing, _miss, _Search, _with_owned_cards, size
 from moesim.sizing.machines import candidates, canonical, upgrades
 from moesim.sizing.needs import load_needs
 from moesim.sizing.run import Judge, Verdict
@@ -170,7 +170,41 @@ def test_growth_names_what_fails_first(tmp_path: Path) -> None:
     every = speeds(tmp_path)
     found = sized(tmp_path, level={"decode_tok_s": 0.95 * every[SMALL]}, consider=[SMALL], quality={"formats": ["Q8_0"]})
     growth = found.ranked[0].growth
-    assert growth is not None and growth.users_times == 2 and growth.users_why.startswith("speed: ")
+    assert growth is not None and growth.users.times == 2 and growth.users.why.startswith("speed: ")
+    for load in (growth.users, growth.context):
+        assert speed_of(simulate(load_case("sizing", settings_of(load.command)), keep=False)) == load.speed
+    data = json.loads(report_sizing.sizing_json(found))["ranked"][0]["growth"]
+    assert data["users_times"] == 2 and data["users_decode_tok_s"] == growth.users.speed and data["users_command"] == growth.users.command
+    for text in (report_sizing.sizing_text(found), report_sizing.sizing_markdown(found)):
+        assert growth.users.command in text and growth.context.command in text and "decided anew" in text
+
+
+def test_what_is_owned_costs_nothing_in_a_cure_and_is_not_left_out(tmp_path: Path) -> None:
+    every = speeds(tmp_path)
+    level = {"decode_tok_s": (every[SMALL] + every[CARD]) / 2}
+    other = "ryzen-9900x + ddr5-5600x2:32GiB + nvme-gen4"
+    stated, where = load_needs(needs(tmp_path, level=level, owned=CARD))
+    search = _Search(stated, Judge(stated, where), load_prices(), None)
+    option = search.option(canonical(other))
+    assert option.reached < 1
+    fix = _miss(search, option, first=True).fix
+    assert fix is not None and (fix.step.label, fix.cost) == ("rtx-5060-ti-16gb as the card", 0)
+    assert _with_owned_cards(search, [option.machine, fix.step.machine], [option]) == []
+    assert _with_owned_cards(search, [option.machine], [option]) == [option]
+
+
+def test_what_does_not_fit_is_said_in_words(tmp_path: Path) -> None:
+    found = sized(tmp_path, models=["qwen3-30b-a3b"], consider=[SMALL.removesuffix(" + nvme-gen4")], quality={"formats": ["bf16"]})
+    assert found.misses[0].option.worst.problem.endswith(" GB too many in ram") and "GB" in report_sizing.sizing_text(found)
+
+
+def test_the_nearest_is_the_best_of_those_considered(tmp_path: Path) -> None:
+    parts = ["rtx-5090 + ryzen-9600x + ddr5-5600x2:32GiB + nvme-gen4", "rtx-3090 + ryzen-9900x + ddr5-5600x2:128GiB + nvme-gen4"]
+    found = sized(tmp_path, models=["qwen3-235b-a22b"], level={"decode_tok_s": 1e6}, consider=parts, quality={"formats": ["Q4_K"]})
+    assert found.counts["ruled out by a bound"] == 2
+    every = {o.option.machine: o.option.reached for o in found.misses}
+    assert found.misses[0].option.machine == max(every, key=lambda m: every[m]) and len(every) == 2
+    assert "fastest memory filled first" in found.rule
 
 
 # ---- prices
@@ -292,3 +326,23 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert run(["size", name, "--date", "yesterday"]) == 2
     assert run(["size", "no-such-needs"]) == 2
     assert math.isfinite(data["ranked"][0]["cost"])
+
+
+def test_faults_of_needs_and_prices_are_told_at_their_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for changes, words in (({"models": ["tinymo"]}, "needs.yaml:2"), ({"budget": {"amount": 9, "currency": "JPY"}}, "budget.currency")):
+        assert run(["size", needs(tmp_path, **changes)]) == 2
+        err = capsys.readouterr().err
+        assert words in err and "needs.yaml:" in err
+    path = tmp_path / "prices.yaml"
+    for name, currency, date in (("rtx-5090", "USD", "2030-01-01"), ("rtx-5090", "JPY", "2025-01-01"), ("rtx-9999", "USD", "2025-01-01")):
+        path.write_text(
+            f"currency: USD\nparts:\n  {name}: {{amount: 1, currency: {currency}, date: '{date}', basis: reported, source: me}}\n"
+        )
+        with pytest.raises(InputError, match=r"prices\.yaml:3"):
+            load_prices(path, TODAY)
+
+
+def test_a_profile_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "quickstart", "--profile", "nosuch.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert "--profile" in err and "--set" not in err

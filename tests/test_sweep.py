@@ -178,6 +178,13 @@ def test_a_failing_point_and_memory_that_runs_out_are_results(tmp_path: Path) ->
     assert "failed (2)" in report_sweep.sweep_text(found)
 
 
+def test_constraints_are_to_be_relaxed_only_where_there_are_some(tmp_path: Path) -> None:
+    axes = "axes:\n  prefetch.distance: [99]\n"
+    for limits, said in (("", False), ("constraints: {min: {speed: 1}}\n", True)):
+        found = sweep(plan_sweep(write_sweep(tmp_path, axes, limits)), workers=1)
+        assert ("relax" in report_sweep.sweep_text(found)) == said
+
+
 def test_a_store_is_read_back_and_nothing_is_computed_twice(tmp_path: Path) -> None:
     plan = plan_sweep(write_sweep(tmp_path))
     counts: list[dict[str, int]] = []

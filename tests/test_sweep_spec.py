@@ -87,6 +87,10 @@ axes:
         ("axes:\n  precision: [fp16, int5]\n", 5, "format"),
         ("axes:\n  precision: [{default: fp16, routed_expert: int8}]\n", 5, 'did you mean "routed_experts"'),
         ("axes:\n  hardware: [laptop-8bg]\n", 5, 'did you mean "laptop-8gb"'),
+        ("axes:\n  model: [tinymo, tinymoe]\n", 5, 'did you mean "tinymoe"'),
+        ("axes:\n  placement.pools.vram1.hold: [1, 2]\n", 5, 'did you mean "vram"'),
+        ("axes:\n  hardware_set.channels.ssd.bandwidth: [1 GB/s, 1000 MB/s]\n", 5, "which are the same"),
+        ("axes:\n  w:\n    options:\n      a: {prefetch.distance: 2}\n      b: {prefetch: {predictor: cooccurrence, distance: 2}}\n", 8, "a and b, which are the same"),
         ("axes:\n  io.request: {from: 1 KiB, to: 4 KB, steps: 2}\n", 5, "same unit"),
         ("axes:\n  io.depth: {from: 1, to: 4}\n", 5, "one of steps or factor"),
         ("axes:\n  io.depth: {from: 4, to: 1, factor: 2}\n", 5, "0 < from < to"),
@@ -105,6 +109,29 @@ def test_bad_axes_are_refused_at_their_line(tmp_path: Path, axes: str, line: int
 
 
 @pytest.mark.parametrize(
+    ("axes", "wrong"),
+    [
+        ("axes:\n  hardware: [ref-16gb, laptop-8gb]\n  placement.pools.vram.hold: [1, 2]\n", 2),
+        ("axes:\n  placement.pools.vram.hold: [1]\n  hardware: [ref-16gb, laptop-8gb]\n", 1),
+        ("axes:\n  hardware: [ref-16gb, laptop-8gb]\n  hardware_set.links.h2d.latency: [5 us, 9 us]\n", 2),
+    ],
+)
+def test_what_some_points_can_take_is_no_fault_of_the_file(tmp_path: Path, axes: str, wrong: int) -> None:
+    base = "set: {engine: fast, placement.pools: {}}\n"
+    space = plan_sweep(write_sweep(tmp_path, axes, settings=base)).space
+    assert sum(space._wrong(point) is not None for point in space.points()) == wrong
+
+
+def test_options_that_a_condition_tells_apart_may_set_the_same(tmp_path: Path) -> None:
+    axes = """\
+axes:
+  w: {options: {a: {prefetch.distance: 1}, b: {prefetch.distance: 1}}}
+  io.depth: {values: [1, 2], when: {w: b}}
+"""
+    assert len(values(write_sweep(tmp_path, axes))) == 3
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ("constraints: {min: {speed: 9}, max: {metrics.decode_tok_s: 3}}\n", "limits that some result can meet"),
@@ -114,6 +141,8 @@ def test_bad_axes_are_refused_at_their_line(tmp_path: Path, axes: str, line: int
         ("constraints: {min: {quality: 0.9}}\n", "a number of a result"),
         ("objectives: {maximise: [metrics]}\n", "a number of a result"),
         ("objectives: {maximise: [speed], minimise: [speed]}\n", "not both"),
+        ("objectives: {minimise: [price]}\n", "a machine whose profile states a price"),
+        ("constraints: {max: {price: 100}}\n", "drop price here"),
         ("objectives: {maximise: [sped]}\n", 'did you mean "speed"'),
     ],
 )

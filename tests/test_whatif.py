@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from moesim.config import Document, assignment, command
 from moesim.errors import InputError
 from moesim.hardware import Figure, Rate, load_hardware
 from moesim.hardware.parts import times
+from moesim.report import whatif as report_whatif
 from moesim.report.whatif import whatif_json, whatif_text
 from moesim.simulate import load_case, simulate
 from moesim.trace import save_trace
 from moesim.whatif import ceilings, whatif
-from moesim.whatif.curves import curve
+from moesim.whatif.curves import Point, _knees, curve
 from moesim.whatif.figures import RANGES, figure_range, find_knob, knobs, turn
 from moesim.whatif.replay import Replay, speed_of
 from moesim.whatif.uncertainty import effects, interval
@@ -194,6 +196,29 @@ def test_bad_ranges_are_refused(tmp_path: Path, text: str) -> None:
     replay = Replay(load_case(scenario(tmp_path, compute=False, io=True)))
     with pytest.raises(InputError):
         curve(replay, text, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ssd.engines.mmap.efficiency=0.5..1.9", "a share of at most 1"),
+        ("prefetch.predictor=1..3", "takes whole numbers"),
+        ("ssd.bandwith=1..2GB/s", 'did you mean "ssd.bandwidth"'),
+        ("prefetch.distance=-1..3", "FROM of at least 0"),
+    ],
+)
+def test_what_is_wrong_with_a_range_is_said_with_its_path(tmp_path: Path, text: str, words: str) -> None:
+    replay = Replay(load_case(scenario(tmp_path, compute=False, io=True)))
+    with pytest.raises(InputError) as caught:
+        curve(replay, text, 3)
+    said = str(caught.value)
+    assert words in said and "--vary" in said and text.partition("=")[0] in said
+
+
+def test_a_flat_curve_has_no_knee_and_whole_numbers_stay_whole(tmp_path: Path) -> None:
+    points = [Point(x, 1 + 1e-4 * x, lane) for x, lane in ((1.0, "a"), (2.0, "b"), (3.0, "a"))]
+    assert not _knees(points) and _knees([replace(p, speed=p.value) for p in points])
+    assert report_whatif.size(3000, "") == "3000"
 
 
 def test_every_change_can_be_had_again_by_its_settings(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 from moesim.cli.options import Assignments, Format, Machine, Output, ScenarioName, say
 from moesim.cli.run import progress
 from moesim.doctor import doctor
+from moesim.errors import InputError
 from moesim.report import doctor as report_doctor
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
@@ -34,6 +35,8 @@ def run(
     ] = None,
 ) -> None:
     """Check a scenario for what usually goes wrong, and what each fault costs."""
+    if profile is not None and not profile.is_file():
+        raise InputError("--profile", expected="a profile file", got=f'"{profile}"', fix="make one with moesim calibrate")
     chosen = (*(assignments or ()), *([f"hardware={json.dumps(hardware)}"] if hardware is not None else []))
     with progress() as tick:
         found = doctor(scenario, chosen, None if profile is None else str(profile.resolve()), tick)

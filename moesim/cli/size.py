@@ -14,7 +14,7 @@ from moesim.errors import EXIT_DOES_NOT_FIT, InputError
 from moesim.prices import load_prices
 from moesim.report import sizing as report_sizing
 from moesim.sizing import size
-from moesim.sizing.needs import load_needs
+from moesim.sizing.needs import Needs, line_of, load_needs
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 PRINTERS = {
@@ -51,8 +51,12 @@ def run(
     except ValueError:
         raise InputError("--date", expected="a date as YYYY-MM-DD", got=f'"{date}"') from None
     stated, folder = load_needs(needs)
+    table = load_prices(prices, today)
     with progress() as tick:
-        found = size(stated, folder, load_prices(prices), today, tick)
+        try:
+            found = size(stated, folder, table, today, tick)
+        except InputError as error:
+            raise (error.at(line_of(needs, error.what)) if error.what.split(".")[0] in Needs.model_fields else error) from None
     say(PRINTERS[output](found))
     if not found.ranked:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

@@ -7,7 +7,7 @@ from typing import Any
 
 from moesim.prices import OLD_DAYS, PriceLine
 from moesim.report import loss_of_quality
-from moesim.sizing import GROWTH, Fix, Growth, Option, Sizing
+from moesim.sizing import Fix, Growth, Load, Option, Sizing
 from moesim.sizing.run import CHUNK, Verdict
 from moesim.text_table import columns, markdown_table, percent, to_csv, to_json, wrap
 from moesim.units import show
@@ -33,6 +33,8 @@ def sizing_csv(sizing: Sizing) -> str:
 def sizing_text(sizing: Sizing) -> str:
     """Return the answer on a screen or two."""
     lines = [*wrap(headline(sizing)), *wrap(needs_text(sizing)), *(line for text in words(sizing) for line in wrap(text))]
+    if sizing.best is not None and sizing.best.growth is not None:
+        lines += [*wrap("Those two loads again:"), *_growth_commands(sizing.best.growth)]
     for title, head, rows in _tables(sizing):
         lines += ["", *wrap(title), *columns([head, *rows], _right(head), "  ")]
     return "\n".join([*lines, "", *wrap(_how(sizing), most=8), *wrap(LIMITS, most=6), "commands and price lines: -o md"]) + "\n"
@@ -109,9 +111,14 @@ def words(sizing: Sizing) -> list[str]:
 def growth_text(growth: Growth) -> str:
     """Say what fails first as load grows."""
     parts = []
-    for times, why, what in ((growth.users_times, growth.users_why, "users"), (growth.context_times, growth.context_why, "context")):
-        parts.append(f"{times} x the {what} is too much ({why})" if times else f"{max(GROWTH)} x the {what} still works")
-    return "; ".join(parts)
+    for load, what in ((growth.users, "users"), (growth.context, "context")):
+        held = f"still works, {load.speed:.3g} tok/s each" if not load.why else f"is too much ({load.why})"
+        parts.append(f"{load.times} x the {what} {held}")
+    return f"{'; '.join(parts)}; switches as they are, what fits where decided anew"
+
+
+def _growth_commands(growth: Growth) -> list[str]:
+    return [growth.users.command, growth.context.command]
 
 
 def _tables(sizing: Sizing) -> list[Table]:
@@ -210,7 +217,7 @@ def _signed(value: float) -> str:
 def _details(sizing: Sizing, option: Option) -> list[str]:
     lines = [f"- {_line(sizing, line)}" for line in option.lines] or ["- nothing to buy: all of it is owned"]
     if option.growth is not None:
-        lines.append(f"- as load grows: {growth_text(option.growth)}")
+        lines += [f"- as load grows: {growth_text(option.growth)}", "", "```bash", *_growth_commands(option.growth), "```"]
     for v in option.verdicts:
         if v.settings:
             quality = f" Quality: {loss_of_quality(v.quality)}." if v.quality else ""
@@ -279,6 +286,14 @@ def _option(sizing: Sizing, o: Option) -> dict[str, Any]:
              "interval_command": v.command("interval") if v.settings else None}
             for i, v in enumerate(o.verdicts)
         ],
-        "growth": None if o.growth is None else {"users_times": o.growth.users_times, "users_why": o.growth.users_why,
-                                                 "context_times": o.growth.context_times, "context_why": o.growth.context_why},
+        "growth": None if o.growth is None else {**_load("users", o.growth.users), **_load("context", o.growth.context),
+                                                 "placement": "switches as they are, what fits where decided anew"},
+    }  # fmt: skip
+
+
+def _load(what: str, load: Load) -> dict[str, Any]:
+    """A larger load; ``times`` is null where it still meets the needs at the most that was tried."""
+    return {
+        f"{what}_times": load.times if load.why else None, f"{what}_why": load.why, f"{what}_tried_times": load.times,
+        f"{what}_decode_tok_s": load.speed, f"{what}_command": load.command,
     }  # fmt: skip

@@ -115,7 +115,11 @@ def _notes(sweep: Sweep) -> list[str]:
     """Return what else there is to say: how to look closer, what failed and why, of what the prices are."""
     out = []
     if sweep.best is None:
-        out.append("no point meets the constraints: relax them, or name other values")
+        limits = sweep.plan.spec.constraints
+        if limits.min or limits.max:
+            out.append("no point meets the constraints: relax them, or name other values")
+        elif limits.fits and any(row.status == "oom" for row in sweep.rows):
+            out.append("no point fits into memory: name other values, or more memory")
     else:
         line = sweep.command(sweep.best).replace(" --set ", " \\\n  --set ")
         out.append(f"look closer:\n{line}")

@@ -129,7 +129,9 @@ def _curve_rows(c: Curve) -> list[list[str]]:
 
 
 def size(value: float, unit: str) -> str:
-    """Print a value of a knob."""
+    """Print a value of a knob, or of a path that takes whole numbers."""
+    if not unit:
+        return f"{value:.0f}"
     return show(value, unit) if unit in ("bytes", "bytes_per_s", "flops_per_s", "s") else f"{value:.3g}"
 
 

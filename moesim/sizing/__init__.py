@@ -27,17 +27,26 @@ MOST_ABOVE = 8  # and above it, where none within meets the needs
 BETTER = 1.02  # of a machine over all cheaper ones, to be worth a line
 GROWTH = (2, 4, 8)
 SHOWN_MISSES = 5
+NEAREST = 6  # machines that are simulated for the nearest, where none meets the needs
 MOST_FIXES = 8
 
 
 @dataclass(frozen=True)
-class Growth:
-    """How far a machine carries more: the first of ``GROWTH`` at which users, or context, break it, and what breaks; "" up to the last."""
+class Load:
+    """A load so many times as large, under the same switches: tokens/s of one user (nan where it does not fit), what breaks, and what runs it."""
 
-    users_times: int | None
-    users_why: str
-    context_times: int | None
-    context_why: str
+    times: int
+    speed: float
+    why: str  # "" where it still meets the needs
+    command: str
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How far a machine carries more users, or more context: the first of ``GROWTH`` that breaks it, else the last."""
+
+    users: Load
+    context: Load
 
 
 @dataclass(frozen=True)
@@ -140,18 +149,28 @@ class _Search:
         need = self.needs.level.decode_tok_s if self.needs.level else 1e-9
         return all(self.judge.bound(machine, model, floor) >= need for model in self.needs.models)
 
-    def fastest(self, machines: list[str]) -> list[str]:
-        """Return the machines with the highest bounds, where bounds rule out all: those within the budget, or any if there is none."""
+    def nearest(self, machines: list[str]) -> list[Option]:
+        """Return the first few of machines by the speed at which they could read a token's weights, judged."""
         floor = self.judge.formats()[-1]
-        costs = {m: total(self.lines(m)) for m in machines}
-        within = [m for m in machines if (cost := costs[m]) is not None and cost <= self.budget] or machines
-        bounds = {m: min(self.judge.bound(m, model, floor) for model in self.needs.models) for m in within}
-        return sorted(within, key=lambda m: -bounds[m])[:2]
+        reads = {m: min(self.judge.read_speed(m, model, floor) for model in self.needs.models) for m in machines}
+        return [self.option(m) for m in sorted(machines, key=lambda m: -reads[m])[:NEAREST]]
+
+    def with_owned_card(self, machine: str) -> str:
+        """A machine without a card with those that are owned, where they go together; "" elsewhere."""
+        owned, parts = read_parts(self.owned) if self.owned else None, read_parts(machine)
+        if owned is None or not owned.gpus or parts.gpus or parts.socs:
+            return ""
+        return canonical(replace(parts, gpus=dict(owned.gpus), slots=[]).text())
+
+    def price_of(self, step: Upgrade, here: list[PriceLine]) -> float | None:
+        """What a step from a machine costs beside what is owned and what the machine has."""
+        have = {line.what: line for line in sorted([*here, *self.owned_lines], key=lambda line: line.count)}  # the larger number of each
+        return total(upgrade_lines(price_lines(step.machine, self.table), list(have.values())))
 
     def fixes(self, option: Option, most: int = MOST_FIXES) -> list[Fix]:
         """Return the single steps from a machine, judged, the cheapest first."""
         here = price_lines(option.machine, self.table)
-        steps = [(total(upgrade_lines(price_lines(s.machine, self.table), here)), s) for s in upgrades(option.machine)]
+        steps = [(self.price_of(s, here), s) for s in upgrades(option.machine)]
         steps.sort(key=lambda pair: (pair[0] is None, pair[0] or 0.0))
         return [Fix(step, cost, self.option(step.machine)) for cost, step in steps[:most]]
 
@@ -192,8 +211,9 @@ def size(needs: Needs, folder: Path, table: PriceTable, today: datetime.date, pr
         tried.append(search.option(search.owned))
     if not met and not above:
         tried += [option for machine, option in search.options.items() if machine in beyond and option not in tried]
-        tried = tried or [search.option(m) for m in search.fastest(pool)]
-    tried.sort(key=lambda o: -o.reached)
+        tried += [option for option in search.nearest(pool) if option not in tried]
+        rule += f"; for the nearest, the {NEAREST} that could read a token's weights fastest, the fastest memory filled first"
+    tried = _with_owned_cards(search, pool, sorted(tried, key=lambda o: -o.reached))
     misses = tuple(_miss(search, option, first=i == 0 or option.owned) for i, option in enumerate(tried[:SHOWN_MISSES]))
     ranked, above = [_finished(judge, o) for o in met], [_finished(judge, o) for o in above]
     if not ranked and not above and tried:
@@ -256,6 +276,18 @@ def _first_that_meet(search: _Search, machines: list[str], enough: int, most: in
     return found
 
 
+def _with_owned_cards(search: _Search, pool: list[str], misses: list[Option]) -> list[Option]:
+    """Return the nearest misses: one that leaves an owned card out gives way to the same with it, where that does no worse."""
+    out: list[Option] = []
+    for option in misses:
+        other = search.with_owned_card(option.machine)
+        better = search.option(other) if other in pool else option
+        shown = better if better.reached >= option.reached else option
+        if shown.reached < 1 and shown not in out and len(out) < SHOWN_MISSES:
+            out.append(shown)
+    return sorted(out, key=lambda o: -o.reached)
+
+
 def _miss(search: _Search, option: Option, first: bool) -> Miss:
     """With its cheapest cure, for the nearest miss and what is owned; of the others only cures that were judged already."""
     if first:
@@ -263,7 +295,7 @@ def _miss(search: _Search, option: Option, first: bool) -> Miss:
     else:
         here = price_lines(option.machine, search.table)
         judged = [(s, search.options[s.machine]) for s in upgrades(option.machine) if s.machine in search.options]
-        cures = [Fix(s, total(upgrade_lines(price_lines(s.machine, search.table), here)), o) for s, o in judged if o.reached >= 1]
+        cures = [Fix(s, search.price_of(s, here), o) for s, o in judged if o.reached >= 1]
     option = replace(option, verdicts=tuple(search.judge.completed(v) for v in option.verdicts))
     return Miss(option, min(cures, key=lambda fix: math.inf if fix.cost is None else fix.cost, default=None))
 
@@ -289,22 +321,26 @@ def _growth(judge: Judge, verdict: Verdict) -> Growth:
     by_context = [(larger(users, now * times), times) for times in GROWTH]
     found = []
     for changes in (by_users, by_context):
-        broken = next(((times, why) for change, times in changes if (why := _breaks(judge, verdict.settings | change))), (None, ""))
-        found.append(broken)
-    return Growth(found[0][0], found[0][1], found[1][0], found[1][1])
+        for change, times in changes:
+            load = _larger(judge, replace(verdict, settings=verdict.settings | change), times)
+            if load.why:
+                break
+        found.append(load)
+    return Growth(*found)
 
 
-def _breaks(judge: Judge, settings: dict[str, object]) -> str:
-    """Why a larger load no longer meets the decode speed, or "" where it does."""
-    try:
-        result = judge.run(settings)[1]
-    except InputError as error:
-        return f"{error.what}: {error.got}"
-    if result.oom is not None:
-        return f"memory: {result.oom['asked_by']} does not fit in {result.oom['tier']}"
-    data = result.as_dict()
-    speed, level = data["metrics"]["decode_tok_s"], judge.needs.level
+def _larger(judge: Judge, verdict: Verdict, times: int) -> Load:
+    """Run a larger load and say why it no longer meets the decode speed, if it does not."""
+    speed, level = math.nan, judge.needs.level
     assert level is not None
-    if speed >= level.decode_tok_s:
-        return ""
-    return f"speed: {speed:.3g} tok/s each, the {data['critical_path'][0]['lane']} limits"
+    try:
+        result = judge.run(verdict.settings)[1]
+        why = f"memory: {judge.no_room(verdict, result).problem}" if result.oom is not None else ""
+        if result.meter is not None and not why:
+            data = result.as_dict()
+            speed = data["metrics"]["decode_tok_s"]
+            lane = data["critical_path"][0]["lane"]
+            why = "" if speed >= level.decode_tok_s else f"speed: {speed:.3g} tok/s each, the {lane} limits"
+    except InputError as error:
+        why = f"memory: {judge.refused(verdict, error).problem}"
+    return Load(times, speed, why, verdict.command())

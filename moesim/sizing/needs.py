@@ -11,6 +11,7 @@ from moesim import config, resources
 from moesim.config import Spec, problem
 from moesim.errors import InputError
 from moesim.hardware.grammar import read_parts
+from moesim.model_files import load_model
 from moesim.precision import FORMATS
 from moesim.units import Seconds
 
@@ -106,6 +107,8 @@ def load_needs(name: str) -> tuple[Needs, Path]:
     path = resources.find("scenarios/needs", name)
     document = config.read_yaml(path)
     needs = config.build(Needs, document)
+    for i, model in enumerate(needs.models):
+        load_model(model, path.parent, document.where(("models", i)))
     for field, texts in (("owned", [needs.owned] if needs.owned else []), ("consider", needs.consider)):
         for i, text in enumerate(texts):
             try:
@@ -113,3 +116,8 @@ def load_needs(name: str) -> tuple[Needs, Path]:
             except InputError as error:
                 raise error.under(field).at(document.where((field, i) if field == "consider" else (field,))) from None
     return needs.model_copy(update={"name": needs.name or path.stem}), path.parent
+
+
+def line_of(name: str, field: str) -> str:
+    """Return ``file:line`` of a dotted field of a needs file."""
+    return config.read_yaml(resources.find("scenarios/needs", name)).where(tuple(field.split(".")))

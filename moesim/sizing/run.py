@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,28 @@ class Judge:
             return 0.0
         return max(hw.stream_cap(name) for name in hw.devices) / active_bytes(spec, plan)
 
+    def read_speed(self, machine: str, model: str, experts: str) -> float:
+        """Return the tokens/s at which a step's weights are read, the fastest memory filled first and all experts as likely; 0 as in ``bound``.
+
+        An estimate to rank machines by, no bound: hot experts may lie where reading is fast.
+        """
+        if not self.bound(machine, model, experts):
+            return 0.0
+        hw, spec, plan = self.machine(machine), self.model(model), plan_from(self.precision(experts))
+        rates = {name: hw.channels[tier.channel].bandwidth.value for name, tier in hw.tiers.items() if kind(name) == "ssd"}
+        rates |= {
+            tier: max(hw.stream_cap(n) for n, d in hw.devices.items() if d.tier == tier) for tier in {d.tier for d in hw.devices.values()}
+        }
+        routed = float(spec.part_bytes(plan, "routed_experts"))
+        always = active_bytes(spec, plan) - routed * (share := spec.top_k / max(spec.n_experts, 1))
+        read = 1 - (1 - share) ** self.needs.users
+        time_s = 0.0
+        for tier in sorted(rates, key=lambda t: -rates[t]):
+            room = hw.tiers[tier].usable_bytes
+            first, then = min(always, room), min(routed, max(room - always, 0))
+            always, routed, time_s = always - first, routed - then, time_s + (first + read * then) / rates[tier]
+        return 1 / time_s
+
     # ---- settings
 
     def settings(self, machine: str, model: str, experts: str, users: int, context: int) -> Settings:
@@ -259,7 +282,7 @@ class Judge:
             try:
                 found += [self.judged(settings | extra, label) for label, extra in self.arrangements(machine, settings)]
             except InputError as error:
-                found.append(Verdict(machine, model, experts, users=users, problem=str(error)))
+                found.append(self.refused(Verdict(machine, model, experts, users=users, settings=settings), error))
         return max(found, key=lambda v: v.reached)
 
     def judged(self, settings: Settings, label: str, whole: bool = False) -> Verdict:
@@ -270,16 +293,16 @@ class Judge:
         try:
             case, result = self.run(settings)
             if result.oom or result.meter is None:
-                return _no_room(plain, result)
+                return self.no_room(plain, result)
             speed, ttft = speed_of(result), math.nan
             reached = math.inf if needs.level is None else speed / needs.level.decode_tok_s
             if whole or reached >= 1:
                 first = self.run(prefill_settings(settings, needs.prompt))[1]
                 if first.oom or first.meter is None:
-                    return _no_room(plain, first)
+                    return self.no_room(plain, first)
                 ttft = float(first.as_dict()["metrics"]["ttft_ms"]["mean"]) / 1e3 * needs.prompt / min(CHUNK, needs.prompt)
         except InputError as error:
-            return replace(plain, problem=f"{error.what}: {error.got}")
+            return self.refused(plain, error)
         per_h = math.nan
         if needs.batch is not None:
             per_h = 3600 / (ttft + needs.batch.output_tokens / (users * speed))
@@ -293,6 +316,22 @@ class Judge:
             plain, speed=speed, ttft_s=ttft, requests_per_h=per_h, reached=reached, left_bytes=left, most_context=layout.max_context_tokens,
             watts=None if data["energy"]["devices_only"] else data["energy"]["average_w"], quality=data["quality"], lane=data["critical_path"][0]["lane"], lanes=lanes,
         )  # fmt: skip
+
+    def no_room(self, verdict: Verdict, result: Result) -> Verdict:
+        """A verdict of a run that does not fit; of two the one that lacks less reaches more."""
+        oom = result.oom or {"needed_bytes": 1, "usable_bytes": 0, "tier": "memory"}
+        return _short_of(verdict, oom["tier"], oom["needed_bytes"], oom["usable_bytes"])
+
+    def refused(self, verdict: Verdict, error: InputError) -> Verdict:
+        """A verdict of settings that make no run: what is lacking in which tier, where a pool cannot hold what it must."""
+        if error.what.startswith("placement.pools."):
+            tier = error.what.split(".")[2]
+            with suppress(InputError):
+                layout = self.case(verdict.settings | {f"placement.pools.{tier}": {"hold": "all", "policy": "static"}}).layout
+                usable = layout.capacities[tier].usable_bytes
+                if layout.ledger.left_bytes(tier) < 0:
+                    return _short_of(verdict, tier, layout.ledger.planned_bytes(tier), usable)
+        return replace(verdict, problem=f"cannot be: {error.expected}" if error.expected else str(error))
 
     def completed(self, verdict: Verdict) -> Verdict:
         """Return a verdict with its first token."""
@@ -308,15 +347,12 @@ class Judge:
 
 def _routed_alike(scenario: Scenario) -> str:
     """What runs of a sizing have in common that use the same routing."""
-    return json.dumps([scenario.model, scenario.trace.model_dump(), scenario.workload.batch, scenario.workload.prompt_tokens])
+    return json.dumps([scenario.model, scenario.trace.model_dump(), scenario.workload.model_dump()])
 
 
-def _no_room(verdict: Verdict, result: Result) -> Verdict:
-    """A verdict of a run that does not fit; of two the one that lacks less reaches more."""
-    oom = result.oom or {"needed_bytes": 1, "usable_bytes": 0, "tier": "memory"}
-    over = oom["needed_bytes"] - oom["usable_bytes"]
-    problem = f"{over / 1e9:.3g} GB too many in {oom['tier']}"
-    return replace(verdict, problem=problem, reached=NO_ROOM * oom["usable_bytes"] / oom["needed_bytes"])
+def _short_of(verdict: Verdict, tier: str, needed: int, usable: int) -> Verdict:
+    """A verdict of what a tier has no room for."""
+    return replace(verdict, problem=f"{(needed - usable) / 1e9:.3g} GB too many in {tier}", reached=NO_ROOM * usable / needed)
 
 
 def output_tokens(users: int) -> int:

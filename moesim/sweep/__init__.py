@@ -40,6 +40,16 @@ BESIDE = (
     ("energy", -1),
     ("quality_loss", -1),
 )  # what a front is over, where one objective is stated
+UNKNOWN = {  # start of a key -> part, what some point must have, what to do where none has
+    "quality.": (
+        "quality", "a precision whose quality is measured or published in some point",
+        "measure one with moesim quality and state its plan, or drop quality here",
+    ),
+    "facts.price": ("price", "a machine whose profile states a price in some point", "state one in the profile (price), or drop price here"),
+    "energy.": (
+        "energy", "a device that states idle_power and active_power in some point", "state them in the profile, or drop energy here",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -236,12 +246,10 @@ def plan_sweep(name: str | Path, limit: int | None = MOST_POINTS) -> Plan:
         for _ in space.points(limit):
             pass
     space.check()
-    for part, keys in (("constraints", (*lower, *upper)), ("objectives", objectives)):
-        if any(key.startswith("quality.") for key, _ in keys) and not space.quality_known():
-            raise InputError(
-                f"{part}: quality", expected="a precision whose quality is measured or published in some point", got="none",
-                fix="measure one with moesim quality and state its plan, or drop quality here", where=document.where((part,)),
-            )  # fmt: skip
+    for where, keys in (("constraints", (*lower, *upper)), ("objectives", objectives)):
+        for start, (part, expected, fix) in UNKNOWN.items():
+            if any(key.startswith(start) for key, _ in keys) and not space.known(part):
+                raise InputError(f"{where}: {part}", expected=expected, got="none", fix=fix, where=document.where((where,)))
     return Plan(spec, space, objectives, lower, upper)
 
 

@@ -30,6 +30,7 @@ from moesim.sweep.spec import Axis, Option, SweepSpec, axes_of
 
 MOST_REMEMBERED = 4096  # machines, and what was made of them
 MOST_POINTS = 100_000  # computed without being asked for more: a night of small runs
+MOST_TRIED = 256  # points with one option that are tried before a sweep runs
 HEAD_BYTES = 16 * 2**20  # of a large file that goes into its identity, beside its size
 _made: dict[Any, Any] = {}
 Placed = tuple[str, Any, str]  # dotted path, value, file:line
@@ -55,6 +56,7 @@ _ABOUT_THE_MACHINE = {
     "derate",
     "timing",
 }  # of a scenario, beside the profile itself
+_MAKES_KNOWN = {"model", "precision", "hardware", "hardware_set", "hardware_scale", "derate"}  # what decides which figures a point has
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,62 +153,135 @@ class Space:
         """Return the keys of a point."""
         return resolve(self.base, self.settings(point), self.folder)
 
-    def quality_known(self) -> bool:
-        """Whether for some point it is known what its precision costs in quality."""
+    def known(self, part: str) -> bool:
+        """Whether some point has figures of a part of a record: quality, price or energy."""
         seen = set()
         for point in islice(self.points(), MOST_POINTS):
             settings = self.settings(point)
-            key = json.dumps(
-                [(path, value) for path, value, _ in settings if path.partition(".")[0] in ("model", "precision")], default=str
-            )
+            key = json.dumps([(path, value) for path, value, _ in settings if path.partition(".")[0] in _MAKES_KNOWN], default=str)
             if key in seen:
                 continue
             seen.add(key)
             try:
-                scenario = config.build(Scenario, lay(self.base, settings))
-                model, own = load_model_with_plan(scenario.model, self.folder)
-                if quality_of(model, stated_plan(scenario.precision, own, "", self.folder))["basis"] != "unknown":
+                if self._has(part, assemble(self.base, settings, self.folder)):
                     return True
             except InputError:  # the point's own failure
                 continue
         return False
 
+    def _has(self, part: str, document: Document) -> bool:
+        if part != "quality":
+            its_machine = machine(document, self.folder)
+            drawn = (device.idle_power and device.active_power for device in its_machine.devices.values())
+            return its_machine.price is not None if part == "price" else any(drawn)
+        scenario = config.build(Scenario, document)
+        model, own = load_model_with_plan(scenario.model, self.folder)
+        return bool(quality_of(model, stated_plan(scenario.precision, own, "", self.folder))["basis"] != "unknown")
+
     def check(self, limit: int | None = None) -> None:
-        """Refuse what can be known to be wrong before anything runs: every option is tried once, with the first point that has it.
+        """Refuse what can be known to be wrong before anything runs: every option is tried, with the first points that have it.
 
         Raises
         ------
         InputError
-            At the line of the option.
+            At the line of an option that is wrong with all others, or that is another of its axis once more.
         """
-        left = {(a, i) for a, axis in enumerate(self.axes) for i in range(len(axis.options))}
+        never = {(a, i) for a, axis in enumerate(self.axes) for i in range(len(axis.options))}
+        left = dict.fromkeys(never, MOST_TRIED)
         for n, point in enumerate(self.points(limit)):
-            fresh = left & set(enumerate(point.choice))
-            if fresh:
-                left -= fresh
-                self._check_point(point, [self.axes[a].options[i] for a, i in sorted(fresh)])
+            has = set(enumerate(point.choice))
+            never -= has
+            if left.keys() & has:
+                settled = self._check_point(point, sorted(left.keys() & has))
+                left = {it: times - (it in has) for it, times in left.items() if it not in settled and (times > 1 or it not in has)}
             if not left or n >= MOST_POINTS:
-                return
-        for a, _ in sorted(left):
+                break
+        for a, _ in sorted(never):
             axis = self.axes[a]
             raise InputError(f"axes.{axis.name}.when", expected="a condition that some point meets", got="none", where=axis.where)
+        for a in range(len(self.axes)):
+            self._check_twice(a)
 
-    def _check_point(self, point: Point, fresh: list[Option]) -> None:
-        """Refuse a point whose fresh options are wrong in themselves; what is wrong with their combination is the point's own failure."""
-        try:
-            document = assemble(self.base, self.settings(point), self.folder)
-            scenario = config.build(Scenario, document)
-            machine(document, self.folder)
-            _check_precision(scenario, self.folder)
-        except InputError as error:
-            for option in fresh:
-                for path, _ in option.settings:
-                    if _concerns(error, path, option.where):
-                        where = option.where
-                        raise InputError(error.what, expected=error.expected, got=error.got, fix=error.fix, where=where) from None
-            if not point.index:  # is it the base itself?
-                config.build(Scenario, self.base)
-                machine(self.base, self.folder)
+    def _check_point(self, point: Point, fresh: list[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Refuse a point whose fresh options are wrong with all others, and return those that need no other try.
+
+        What is wrong with the combination alone is the point's own failure.
+        """
+        error = self._wrong(point)
+        if error is None:
+            return set(fresh)
+        concerned = [(a, i) for a, i in fresh if self._at(error, a, i) is not None]
+        for a, i in concerned:
+            if self._wrong_with_all(a, i):
+                raise cast(InputError, self._at(error, a, i))
+        if not point.index and (own := _wrong(self.base, (), self.folder)) is not None and str(own) == str(error):
+            raise own
+        return set(concerned)
+
+    def _wrong(self, point: Point) -> InputError | None:
+        return _wrong(self.base, self.settings(point), self.folder)
+
+    def _at(self, error: InputError, a: int, i: int) -> InputError | None:
+        """The error at the line of an option, where it is about what the option sets."""
+        option = self.axes[a].options[i]
+        if any(_concerns(error, path, option.where) for path, _ in option.settings):
+            return InputError(error.what, expected=error.expected, got=error.got, fix=error.fix, where=option.where)
+        return None
+
+    def _wrong_with_all(self, a: int, i: int) -> bool:
+        """Whether points with an option are wrong in what it sets, whatever stands beside it: the first ones, and each other option once."""
+        seen: set[tuple[int, int]] = set()
+        tried = 0
+        for point in islice(self.points(), MOST_POINTS):
+            has = set(enumerate(point.choice))
+            if (a, i) not in has or tried >= MOST_TRIED and has <= seen:
+                continue
+            seen |= has
+            tried += 1
+            error = self._wrong(point)
+            if error is None or self._at(error, a, i) is None:
+                return False
+        return True
+
+    def _check_twice(self, a: int) -> None:
+        """Refuse an option that makes of the base what another one makes of it, unless a condition tells the two apart."""
+        axis = self.axes[a]
+        found: dict[Any, Option] = {}
+        for option in axis.options:
+            try:
+                made = self._made([(path, value, option.where) for path, value in option.settings])
+            except InputError:  # right only beside others
+                continue
+            asked = [option.label in wanted for other in self.axes for name, wanted in other.when if name == axis.name]
+            same = found.setdefault((made, *asked), option)
+            if same is not option:
+                got = f"{same.label} and {option.label}, which are the same"
+                raise InputError(f"axes.{axis.name}", expected="each value once", got=got, fix="remove one", where=option.where)
+
+    def _made(self, settings: Iterable[Placed]) -> str:
+        """What settings make of the base, however they are written."""
+        document = assemble(self.base, tuple(settings), self.folder)
+        data = config.build(Scenario, document).model_dump(mode="json")
+        data |= {"hardware_set": None, "hardware_scale": None}
+        return _hash([data, machine(document, self.folder).model_dump(mode="json")])
+
+
+def _wrong(base: Document, settings: tuple[Placed, ...], folder: Path) -> InputError | None:
+    """What is wrong with a scenario that settings make of a base, as far as its parts show."""
+    try:
+        document = assemble(base, settings, folder)
+        scenario = config.build(Scenario, document)
+        its_machine = machine(document, folder)
+        _check_precision(scenario, folder)
+        where = document.where(("model",))
+        _remembered(("model", str(folder), scenario.model), lambda: load_model_with_plan(scenario.model, folder, where)[0].name)
+        for tier in scenario.placement.pools:
+            if tier not in its_machine.tiers:
+                fix, where = did_you_mean(tier, its_machine.tiers), document.where(("placement", "pools", tier))
+                raise InputError(f"placement.pools.{tier}", expected=f"a tier of {its_machine.name}", got=f'"{tier}"', fix=fix, where=where)
+    except InputError as error:
+        return error
+    return None
 
 
 def _check_precision(scenario: Scenario, base: Path) -> None:
@@ -220,6 +295,8 @@ def _check_precision(scenario: Scenario, base: Path) -> None:
 def _concerns(error: InputError, path: str, where: str) -> bool:
     """Whether an error is about what a path sets: the path, what lies below it, or what it lies below and states whole."""
     if error.where == where:
+        return True
+    if error.what.startswith("placement.pools.") and path.startswith(f"{error.what}."):
         return True
     names = {path, path.removeprefix("hardware_set.")}
     return any(

@@ -168,7 +168,10 @@ def find_knob(case: Case, name: str) -> Knob:
     if plain in short:
         return short[plain]
     raise InputError(
-        "--vary", expected="a figure of the machine or a path of the scenario", got=f'"{name}"', fix=did_you_mean(plain, every)
+        "--vary",
+        expected="a figure of the machine or a path of the scenario",
+        got=f'"{name}"',
+        fix=did_you_mean(plain, every if plain.count(".") > 1 else short),
     )
 
 
