@@ -242,8 +242,7 @@ class CostModel:
 
     def _device(self, work: Work) -> Price:
         device = self._machine(work.resource, work.compute if work.flops > 0 else "")
-        measured = self._measured_s(work)
-        if measured is not None:
+        if self._tables and (measured := self._measured_s(work)) is not None:
             measured += work.adapter_bytes / device.stream_cap  # tables know the kernels of the weights alone
             volume = float(work.weight_bytes + work.state_bytes + work.adapter_bytes)
             row = self._row[self._channel(self.hardware.devices[work.resource].tier)]
