@@ -11,12 +11,15 @@ sequence; recall of a predictor is sum |P & S| / sum |S| over test cells.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesim.errors import InputError
+from moesim.host.cores import cores
 from moesim.policies.cache import hottest
 from moesim.policies.kernels import BELADY, LFU, common, lru_replay, next_uses, ranked_replay, stack_depths
 from moesim.policies.prefetch import make_predictor
@@ -50,6 +53,11 @@ def analyse(trace: RoutingTrace, cache_rows: int = 4000) -> dict[str, Any]:
         raise InputError("cache_rows", expected="at least 1", got=str(cache_rows))
     counts = trace.counts()
     part = first_sequences(trace, cache_rows)
+    distances = [d for d in DISTANCES if d < trace.n_layers]
+    with ThreadPoolExecutor(cores()) as pool:  # compiled loops, and NumPy for the most part, let others run
+        ahead = pool.map(partial(prediction_statistics, trace), distances)
+        again = pool.map(partial(reuse, trace), LAGS)
+        cache = cache_statistics(trace, part)
     return {
         "rows": trace.n_rows,
         "n_layers": trace.n_layers,
@@ -58,10 +66,10 @@ def analyse(trace: RoutingTrace, cache_rows: int = 4000) -> dict[str, Any]:
         "sequences": len(trace.sequences),
         "top_half_share": _per_layer([top_half_share(row) for row in counts]),
         "gini": _per_layer([gini(row) for row in counts]),
-        "reuse": {str(lag): reuse(trace, lag) for lag in LAGS},
+        "reuse": {str(lag): found for lag, found in zip(LAGS, again, strict=True)},
         "cache_rows": part.n_rows,
-        "cache": cache_statistics(trace, part),
-        "prediction": {str(d): prediction_statistics(trace, d) for d in DISTANCES if d < trace.n_layers},
+        "cache": cache,
+        "prediction": {str(d): found for d, found in zip(distances, ahead, strict=True)},
     }
 
 

@@ -140,7 +140,10 @@ class Previous(Ranked):
         self._stays = np.zeros((train.n_layers, train.top_k), dtype=np.float32)
         for layer in range(train.n_layers):
             old, new = before[both[:, layer], layer], train.expert_ids[both[:, layer], layer]
-            self._stays[layer] = (old[:, :, None] == new[:, None, :]).any(axis=2).sum(axis=0) / max(1, len(old))
+            stays = np.zeros(old.shape, np.bool_)
+            for slot in range(new.shape[1]):
+                stays |= old == new[:, slot, None]
+            self._stays[layer] = stays.sum(axis=0) / max(1, len(old))
 
     def _rank(self, trace: RoutingTrace, distance: int) -> Ranking:
         experts = previous_rows(trace, trace.expert_ids)
