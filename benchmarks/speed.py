@@ -216,9 +216,8 @@ def run_profile(tokens: int) -> Row:
     found = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if found is None:
         return {"tokens": tokens, "shares": None, "most": {}}
-    for _ in range(2):
-        case = bench_case(MAIN, "fast", "fifo", tokens)
-        simulate(case, keep=False)  # loads all compiled code that a run of this length meets; the trace is drawn, and is given from here on
+    case = bench_case(MAIN, "fast", "fifo", tokens)
+    simulate(case, keep=False)  # loads all compiled code that a run of this length meets; the trace is drawn, and is given from here on
     with tempfile.NamedTemporaryFile() as file:
         command = [found, "record", "--native", "--rate", "100", "--format", "raw", "--output", file.name, "--duration", "600", "--pid"]
         watcher = subprocess.Popen([*command, str(os.getpid())], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -290,7 +290,8 @@ def parse_yaml(text: str, source: str, name: str = "") -> Document:
 
 
 def read_text(path: str | Path, limit: int = MAX_FILE_BYTES) -> str:
-    """Read a UTF-8 text file of at most ``limit`` bytes, or raise an InputError that names it."""
+    """Read a UTF-8 text file of at most ``limit`` bytes, without the byte order mark that some editors put before it; or raise an InputError
+    that names it."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -298,7 +299,7 @@ def read_text(path: str | Path, limit: int = MAX_FILE_BYTES) -> str:
             raise InputError("file", expected="a file", got="a folder", where=str(path))
         if size > limit:
             raise InputError("file", expected=f"at most {limit} bytes", got=f"{size} bytes", where=str(path))
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError("file", expected="an existing file", got="none", fix="check the path", where=str(path)) from None
     except UnicodeDecodeError:

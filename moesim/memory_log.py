@@ -82,7 +82,7 @@ def compare(layout: Layout, path: Path) -> list[Compared]:
 def read_record(path: Path, layout: Layout) -> list[Recorded]:
     """Return the figures of a record, each for a tier of a layout's machine."""
     text = read_text(path)
-    head = text.lstrip("\ufeff").partition("\n")[0].lower()
+    head = text.partition("\n")[0].lower()
     if "memory.used" in head:
         return list(_smi(text, path, layout))
     if found := _BUFFER.findall(text):
@@ -96,7 +96,7 @@ def read_record(path: Path, layout: Layout) -> list[Recorded]:
 
 def _with_header(text: str, path: Path) -> str:
     """nvidia-smi's rows without a header (csv,noheader), with the one that they had: one size each, and at most one whole number, the index."""
-    rows = [[cell.strip() for cell in row] for row in csv.reader(text.lstrip("\ufeff").splitlines()) if row]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if row]
     sizes = {tuple(i for i, cell in enumerate(row) if _MIB.fullmatch(cell)) for row in rows}
     numbers = {tuple(i for i, cell in enumerate(row) if cell.isdigit()) for row in rows}
     if len(sizes) > 1 or len(numbers) > 1 or any(len(found) != 1 for found in sizes) or any(len(found) > 1 for found in numbers):
@@ -105,7 +105,7 @@ def _with_header(text: str, path: Path) -> str:
             "--against", expected="one size in MiB and at most one index a row", got=", ".join(rows[0])[:60], fix=fix, where=str(path)
         )
     names = {sizes.pop()[0]: "memory.used [MiB]"} | {found[0]: "index" for found in numbers if found}
-    return ", ".join(names.get(i, "other") for i in range(len(rows[0]))) + "\n" + text.lstrip("\ufeff")
+    return ", ".join(names.get(i, "other") for i in range(len(rows[0]))) + "\n" + text
 
 
 def _gpu_tier(number: int, layout: Layout, where: str) -> str:
@@ -139,7 +139,7 @@ def _buffers(found: list[tuple[str, str, str]], path: Path, layout: Layout) -> l
 
 
 def _smi(text: str, path: Path, layout: Layout) -> Iterator[Recorded]:
-    rows = list(csv.reader(text.lstrip("\ufeff").splitlines(), skipinitialspace=True))
+    rows = list(csv.reader(text.splitlines(), skipinitialspace=True))
     names = [name.strip().lower() for name in rows[0]]
     column = next(i for i, name in enumerate(names) if name.startswith("memory.used"))
     index = names.index("index") if "index" in names else None
@@ -164,7 +164,7 @@ def _smi(text: str, path: Path, layout: Layout) -> Iterator[Recorded]:
 
 def _samples(text: str, path: Path, layout: Layout) -> Recorded:
     peak = 0.0
-    for line, row in enumerate(csv.reader(text.lstrip("\ufeff").splitlines()), start=1):
+    for line, row in enumerate(csv.reader(text.splitlines()), start=1):
         if line == 1 or not row:
             continue
         try:

@@ -17,7 +17,12 @@ from moesim.hardware.parts import Device, Figure
 from moesim.runtimes import Rates, RunFacts, Runtime, load_rates, runtime_of
 from moesim.scenario import Scenario
 
-PLATFORM_SHARE = {"server": "server_memory_share", "dual-server": "dual_server_memory_share"}
+SERVER_SHARE = {"server": "server_memory_share", "dual-server": "dual_server_memory_share"}
+
+
+def memory_share(platform: str) -> str:
+    """Return the rate that is the share of main memory's peak on a platform."""
+    return SERVER_SHARE.get(platform, "client_memory_share")
 
 
 def as_found(machine: HardwareProfile, scenario: Scenario, where: str) -> HardwareProfile:
@@ -67,7 +72,7 @@ def _gpu(device: Device, runtime: Runtime, run: RunFacts, rates: Rates) -> dict[
 
 
 def _cpu(device: Device, runtime: Runtime, run: RunFacts, rates: Rates, threads: int | None, prompt: bool) -> dict[str, Any]:
-    share = rates[PLATFORM_SHARE.get(device.platform or "", "client_memory_share")]
+    share = rates[memory_share(device.platform or "")]
     cores = device.cores.value if device.cores is not None else 1
     used = cores if threads is None else min(threads, cores)
     core = rates["cpu_prefill_flops"] * rates[runtime.choose("cpu_prefill", run)] if prompt else rates["cpu_flops"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from moesim import config
 from moesim.cli.main import app
 from moesim.errors import InputError
 from moesim.trace import RoutingTrace, load_trace, save_trace
@@ -58,6 +59,11 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.csv").read_bytes())
     for format in ("auto", "bigmoeonedge"):
         assert import_trace(tmp_path / "b.csv", format).hash == import_trace(tmp_path / "a.csv").hash  # type: ignore[union-attr]
+
+
+def test_files_of_text_are_read_without_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa,b\n")
+    assert config.read_text(tmp_path / "a.txt") == "a,b\n"
 
 
 def test_a_cut_archive_is_said_to_be_one(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from moesim.backtest.machine import Machine
 from moesim.hardware import HardwareProfile
 from moesim.hardware.parts import Figure
+from moesim.runtime_rates import memory_share
 from moesim.runtimes import Rates, RunFacts, Runtime
 from moesim.schedule import Work
 from moesim.steady import Part
 
-SERVER_SHARE = {"server": "server_memory_share", "dual-server": "dual_server_memory_share"}
 PRODUCT_KERNELS = {"together": 0, "one-by-one": 3, "gathered": 9}  # of each used expert in a prompt; 0: of all of them together
 SLOWER_ATTENTION = {"unfused": "gpu_unfused_attention_share", "on-the-fly": "gpu_unpacking_attention_share"}
 PLAIN_SIMD = 0.5  # two instructions where a dot product takes one
@@ -126,7 +126,7 @@ def _memory_share(machine: Machine, runtime: Runtime, run: RunFacts, rates: Rate
     """Share of main memory's peak bandwidth that matrix-vector kernels stream."""
     one_node = machine.sockets > 1 and "numa=isolate" in run.flags
     platform = "server" if one_node else machine.platform
-    share = rates[SERVER_SHARE.get(platform, "client_memory_share")] / (machine.sockets if one_node else 1)
+    share = rates[memory_share(platform)] / (machine.sockets if one_node else 1)
     if platform == "dual-server" and runtime.choose("numa", run) == "no":
         share /= machine.sockets
     peak, measured = machine.ram_bytes_per_s or 0.0, machine.ram_measured_bytes_per_s

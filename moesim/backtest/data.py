@@ -23,7 +23,6 @@ RUN_COLUMNS = ("row_id", "run_id", "model", "engine_family", "machine", "offload
 MEMORY_COLUMNS = ("row_id", "model", "engine", "machine", "offload_kind", "metric", "value")
 METRICS = {"decode_tok_s": "decode", "batched_decode_tok_s": "batched decode", "prefill_tok_s": "prefill"}
 MAX_CSV_BYTES = 64 * 1024 * 1024
-BYTE_ORDER_MARK = "\ufeff"  # what some editors write before UTF-8 text
 SHOWN = 40  # characters of an odd value in a message
 
 
@@ -217,7 +216,7 @@ def read_field_runs(folder: str | Path) -> FieldRuns:
 
 
 def _read_csv(path: Path, wanted: tuple[str, ...], may_be_empty: bool = False) -> tuple[Row, ...]:
-    text = config.read_text(path, MAX_CSV_BYTES).removeprefix(BYTE_ORDER_MARK)
+    text = config.read_text(path, MAX_CSV_BYTES)
     if may_be_empty and not text.strip():
         return ()
     reader = csv.reader(text.splitlines(keepends=True))

@@ -19,14 +19,14 @@ from urllib.parse import urlsplit
 
 from moesim.errors import InputError
 from moesim.trace import RoutingTrace
-from moesim.trace_formats.routed_experts import read_json
+from moesim.trace_formats.routed_experts import EXTENSIONS, read_json
 from moesim.trace_formats.source import Options, Source
 
 TIMEOUT_S = 600.0  # of one answer: a long prompt on a slow machine takes minutes
 MAX_ANSWER_BYTES = 1 << 30
 FLAG = "start the server with --enable-return-routed-experts"
-_KEPT = ("model", "usage", "prompt_routed_experts", "routed_experts", "meta_info", "sgl_ext", "sglext")
-_KEPT_OF_CHOICE = ("routed_experts", "meta_info", "sgl_ext", "sglext", "prompt_tokens", "routed_experts_start_len")
+_KEPT = ("model", "usage", "prompt_routed_experts", "routed_experts", *EXTENSIONS)
+_KEPT_OF_CHOICE = ("routed_experts", *EXTENSIONS, "prompt_tokens", "routed_experts_start_len")
 
 
 def capture_server(

@@ -59,7 +59,7 @@ def read_bench(path: Path) -> tuple[BenchRow, ...]:
     InputError
         If it is none of the known formats, or a row lacks its test or speed.
     """
-    text = read_text(path).lstrip("\ufeff")
+    text = read_text(path)
     rows = tuple(_row(data, f"{path}:{line}") for line, data in _records(text, path) if not _both(data))
     if not rows:
         raise InputError("--from", expected="results of llama-bench (-o json, jsonl, csv or md)", got="none", where=str(path))

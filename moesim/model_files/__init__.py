@@ -53,7 +53,7 @@ def load_model_with_plan(name_or_path: str | Path, base: Path | None = None, whe
     if is_gguf(path):
         return model_from_gguf(path)
     text = read_text(path)
-    if text.lstrip("\ufeff \t\r\n").startswith("{") and path.suffix.lower() not in (".yaml", ".yml"):
+    if text.lstrip().startswith("{") and path.suffix.lower() not in (".yaml", ".yml"):
         data = parse_json(text, str(path))
         if not all(isinstance(data.get(key), dict) for key in _SPEC_KEYS):
             return model_from_config(data, str(path))
@@ -97,7 +97,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
         return out
 
     try:
-        data = json.loads(text.lstrip("\ufeff"), parse_constant=constant, object_pairs_hook=pairs)
+        data = json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
         raise InputError("JSON", expected="valid syntax", got=error.msg, where=f"{where}:{error.lineno}") from None
     except RecursionError:

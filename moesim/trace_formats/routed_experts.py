@@ -23,8 +23,8 @@ from moesim.trace_formats.arrays import NPY_MAGIC, npz_headers, read_npy, read_n
 from moesim.trace_formats.assemble import IDS_SEEN, NO_PHASE, check_ids, finish, room
 from moesim.trace_formats.source import Options, Source, is_whole, some
 
-_EXTENSIONS = ("meta_info", "sgl_ext", "sglext")  # of SGLang, by version
-_KEYS = {"routed_experts", "prompt_routed_experts", "choices", *_EXTENSIONS}
+EXTENSIONS = ("meta_info", "sgl_ext", "sglext")  # of SGLang, by version
+_KEYS = {"routed_experts", "prompt_routed_experts", "choices", *EXTENSIONS}
 _NPY_SHAPE = re.compile(rb"'descr': '[<|>=]?([a-z])\d*'.*'shape': \(([\d, ]*)\)", re.S)
 MAX_JSON_DEPTH = 4
 
@@ -102,7 +102,7 @@ def _find(response: dict[str, Any], number: int, source: Source, options: Option
     for holder in holders:
         if not isinstance(holder, dict):
             continue
-        for place in (holder, *(holder.get(name) for name in _EXTENSIONS)):
+        for place in (holder, *(holder.get(name) for name in EXTENSIONS)):
             value = place.get("routed_experts") if isinstance(place, dict) else None
             if value is None:
                 continue
