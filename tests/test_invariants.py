@@ -368,7 +368,9 @@ def replay(it: Case, tier: str, popularity: Any) -> list[tuple[int, int, int, bo
 
 
 @given(cases())
-@some
+@settings(
+    some, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+)  # most have no one pool to replay
 def test_hits_equal_a_replay_of_the_pool(drawn: Drawn) -> None:
     """Without prefetch, refresh, shrinking or micro-batches the planner's hits are those of the pool alone."""
     it = drawn.case
